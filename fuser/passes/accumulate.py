@@ -1,4 +1,4 @@
-"""Gradients of embeddings, added where they belong instead of to a matrix of zeros."""
+"""Gradients of embeddings, added into existing rows instead of through a matrix of zeros."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fuser.passes.hints import are_numbers, is_contiguous, same
 from fuser.runtime import products, untouched, warm
 
 aten = torch.ops.aten
-_SPARSE = 4  # of so many pages of a table's gradient one is written at most
+_SPARSE = 4  # a table's gradient is sparse if at most one of so many of its pages is written
 
 
 def add_rows_in_place(module: fx.GraphModule) -> int:
-    """The gradient of an embedding that is added to a product's, as of weights that a head shares, is added in place.
+    """An embedding's gradient that is added to a product's, as for weights shared with a head, is added in place.
 
-    On the CPU: rows of the product's result are added to, where otherwise a matrix of zeros would be filled and added
-    whole. It runs row by row, in the order of the words, so it gives the same bits each time.
+    On the CPU. ATen would fill a matrix of zeros and add the whole matrix. Rows are added one by one in the order of
+    the words, so the bits are the same each time.
     """
     if config.numerics == "eager":
         return 0
@@ -38,9 +38,10 @@ def add_rows_in_place(module: fx.GraphModule) -> int:
 
 
 def add_rows_to_zeros(module: fx.GraphModule) -> int:
-    """The gradient of a large table of embeddings, of which few rows are read, begins as pages that nobody has written.
+    """The gradient of a large embedding table of which few rows are read is added into untouched pages of zeros.
 
-    On the CPU; it comes last, when what its rows are computed from is gone. Rows are added in the order of the words.
+    On the CPU. The pass comes last, when the inputs of the gradient's rows are freed. Rows are added in the order of
+    the words.
     """
     if config.numerics == "eager":
         return 0
@@ -62,7 +63,7 @@ def add_rows_to_zeros(module: fx.GraphModule) -> int:
 
 
 def _is_sparse(node: fx.Node) -> bool:
-    """Whether an embedding's gradient is mapped anew, and few of its pages are written."""
+    """Whether an embedding's gradient is large enough for its own memory mapping, and few of its pages are written."""
     value, rows = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
     if not _is_plain(node):
         return False
@@ -73,7 +74,7 @@ def _is_sparse(node: fx.Node) -> bool:
 
 
 def _is_scattered(node: Any, reader: fx.Node) -> bool:
-    """Whether a node is an embedding's gradient for this reader alone."""
+    """Whether a node is an embedding's gradient that only this reader uses."""
     return list(getattr(node, "users", ())) == [reader] and _is_gradient(node)
 
 
@@ -87,7 +88,7 @@ def _is_gradient(node: Any) -> bool:
 
 
 def _is_fresh(node: Any, reader: fx.Node) -> bool:
-    """Whether a node is a product's result in memory of its own, of the size of the sum, which nobody else reads."""
+    """Whether a node is a product in memory of its own, of the sum's shape, that only this reader uses."""
     if getattr(node, "op", "") != "call_function":
         return False
     if op_name(node.target) not in LIBRARY and node.target not in (products.product, products.sized_product):
@@ -112,7 +113,7 @@ def _add_rows(node: fx.Node, own: Any, scattered: Any) -> None:
 
 
 def _words_and_rows(graph: fx.Graph, scattered: Any) -> tuple[fx.Node, fx.Node]:
-    """An embedding's words in one dimension, and the gradient's rows, at the graph's insertion point."""
+    """An embedding's words as one dimension, and the gradient's rows, created at the graph's insertion point."""
     grad, indices = scattered.args[:2]
     words = graph.call_function(aten.view.default, (indices, [-1]))
     words.meta = {"val": indices.meta["val"].view(-1)}

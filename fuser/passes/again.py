@@ -1,15 +1,15 @@
-"""What a backward computes again beside each of its readers; `norms` marks such calls."""
+"""Recomputation in the backward: calls that each of their readers recomputes. `norms` marks such calls."""
 
 from __future__ import annotations
 
 from torch import fx
 
-AGAIN = "again"  # marks calls that the backward computes again; `norms_apart` gives each reader its own
+AGAIN = "again"  # marks calls that the backward recomputes; `norms_apart` gives each reader its own copy
 _MOST_READERS = 3
 
 
 def norms_apart(module: fx.GraphModule) -> int:
-    """What a backward computes again is computed by each reader, whose kernel has read most of what it takes."""
+    """A call that the backward recomputes is copied for each reader, whose kernel reads most of its operands anyway."""
     changed = 0
     for node in reversed(list(module.graph.nodes)):
         if AGAIN not in node.meta or not 1 < len(node.users) <= _MOST_READERS:

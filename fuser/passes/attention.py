@@ -1,9 +1,9 @@
-"""Attention spelled out becomes `scaled_dot_product_attention`, which never writes the matrix of scores.
+"""Attention written as products and a softmax becomes `scaled_dot_product_attention`, which never stores the scores.
 
-What models write differs in spelling alone: `matmul`, `@`, `bmm`, `baddbmm` or `einsum`; the scale on queries, keys or
-scores, as a factor or a divisor, a number or a tensor made of one; the mask added, filled in or chosen by `where`;
-16-bit operands or the softmax alone in float32 between casts; a dropout. Read backwards from the softmax, all are one
-chain of nodes. `products.py` reads the products, `attention_masks.py` what is added to the scores.
+Models spell attention differently: `matmul`, `@`, `bmm`, `baddbmm` or `einsum`; the scale on queries, keys or scores,
+as a factor or a divisor, a number or a tensor made of one; the mask added, filled in or selected by `where`; 16-bit
+operands, or only the softmax in float32 between casts; a dropout. Read backwards from the softmax, all of these are one
+chain of nodes. `products.py` reads the products, `attention_masks.py` the masks and biases.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _DTYPES = {torch.float32, torch.float64, *SIXTEEN}
 
 @dataclass
 class _Found:
-    """What a chain of nodes computes: softmax(q @ k.T * scale, masked) @ v, its dims in the order `out`.
+    """A matched chain of nodes: softmax(q @ k.T * scale, masked) @ v, with its dims in the order `out`.
 
-    `steps`: what happens to the scaled scores, first to last. `wide`: the result is cast to float32.
+    `steps`: the masks and biases applied to the scaled scores, in order. `wide`: the result is cast to float32.
     """
 
     first: fx.Node
@@ -96,7 +96,7 @@ Calm = Callable[[fx.Node, fx.Node], bool]
 
 
 def _calm(order: dict[fx.Node, int], writes: list[int]) -> Calm:
-    """Whether nothing is written between two nodes."""
+    """A predicate of two nodes: whether no node between them writes."""
     return lambda first, last: not any(order[first] < w < order[last] for w in writes)
 
 
@@ -113,7 +113,7 @@ def _match(softmax: Call, autocast: Autocast, calm: Calm) -> _Found:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """Users of a node that read its elements; `x.type_as(node)` asks for the dtype alone."""
+    """The users of a node that read its elements; `x.type_as(node)` reads only the dtype."""
     return [u for u in node.users if not (u.target == "type_as" and u.args[0] is not node)]
 
 
@@ -124,7 +124,7 @@ def _only_user(node: fx.Node) -> fx.Node:
 
 
 def _weights_reader(node: fx.Node) -> _Found:
-    """The product of the softmax's result with the values, through casts and one dropout."""
+    """A match that holds the product of the softmax's result with the values, found through casts and one dropout."""
     dropout = 0.0
     while True:
         user = _only_user(node)
@@ -142,7 +142,7 @@ def _weights_reader(node: fx.Node) -> _Found:
 
 
 def _live_dropout(call: Call, before: float) -> float:
-    """The share of weights that a dropout takes away. Fused attention draws on CUDA alone, and its own numbers."""
+    """The dropout's probability. Fused attention supports dropout on CUDA alone, with random numbers of its own."""
     share, value = call.arg(1, "p", 0.5), value_of(call.node)
     fused = value is not None and value.device.type == "cuda" and getattr(config, "random", "") != "eager"
     if not fused or before or not isinstance(share, float) or not 0 < share < 1:
@@ -151,7 +151,7 @@ def _live_dropout(call: Call, before: float) -> float:
 
 
 def _read_scores(node: Any, shape: tuple[Any, ...], found: _Found) -> None:
-    """From the softmax's argument back to the product of queries and keys."""
+    """Match the chain from the softmax's argument back to the product of queries and keys."""
     scaled = False
     while True:
         call = call_of(node)
@@ -181,7 +181,7 @@ def _read_scores(node: Any, shape: tuple[Any, ...], found: _Found) -> None:
 
 
 def _read_baddbmm(call: Call, found: _Found, scaled: bool) -> None:
-    """`beta * bias + alpha * q @ k`."""
+    """Match `beta * bias + alpha * q @ k`."""
     beta, alpha = call.kwargs.get("beta", 1), call.kwargs.get("alpha", 1)
     bias = call.arg(0, "input")
     if not all(isinstance(n, (int, float)) for n in (beta, alpha)) or alpha == 0 or beta not in (0, 1):
@@ -203,7 +203,7 @@ def _narrows(call: Call) -> bool:
 
 
 def _read_bias(call: Call, shape: tuple[Any, ...], found: _Found) -> fx.Node:
-    """The operand of an addition that leads to the product; the other is the bias."""
+    """The operand of an addition that leads to the product; the other operand becomes a bias."""
     if len(call.args) != 2 or call.kwargs or not all(isinstance(a, fx.Node) for a in call.args):
         raise Mismatch
     left: fx.Node
@@ -246,7 +246,7 @@ _FILL_ARGS = {"masked_fill": ("input", "mask", "value"), "where": ("condition", 
 
 
 def _peel(found: _Found, autocast: Autocast, calm: Calm) -> None:
-    """Take scales and casts to float32 off queries, keys and values, where the result is the same without them."""
+    """Move scales and casts to float32 off queries, keys and values, if the result is the same without them."""
     value = value_of(found.last)
     device = value.device.type if value is not None else ""
     casts = autocast.dtype(device) is None
@@ -276,7 +276,7 @@ def _check(found: _Found, shape: tuple[Any, ...], autocast: Autocast) -> None:
     if any(map(depends_on_data, (q, k, v))):
         raise Mismatch  # the fused operator asks whether a size is 0
     if any("0" in (shape_of(f.node) or ()) for f in (found.q, found.k, found.v)):
-        raise Mismatch  # of nothing it gives no tensor at all for 16-bit floats on CUDA
+        raise Mismatch  # for empty operands in 16-bit floats on CUDA it returns no tensor at all
     low = autocast.dtype(q.device.type)
     if low is None:
         same = q.dtype == k.dtype == v.dtype == (q.dtype if found.wide else out.dtype) and q.dtype in _DTYPES
@@ -298,9 +298,9 @@ def _check(found: _Found, shape: tuple[Any, ...], autocast: Autocast) -> None:
 
 
 def _is_slower(found: _Found, dtype: torch.dtype, shape: Sequence[str]) -> bool:
-    """Whether fused attention takes longer on the CPU than products.
+    """Whether fused attention is slower than products on the CPU.
 
-    With gradients those compute no score twice, and keep the weights; they wait for memory where keys are many.
+    In training, products keep the weights and recompute no score. With many keys they are bound by memory.
     """
     q, k, v, scores = (value_of(n) for n in (found.q.node, found.k.node, found.v.node, found.first))
     if q is None or scores is None or q.device.type != "cpu" or product_dtype(dtype) is not dtype:
@@ -324,9 +324,9 @@ def _is_slower(found: _Found, dtype: torch.dtype, shape: Sequence[str]) -> bool:
 def _is_exact(query: torch.Tensor, shape: Sequence[str]) -> bool:
     """Whether fused attention is as near to float64 as products are, by root mean squares of errors on an H200.
 
-    In float32 on CUDA torch has one fused kernel. Its error beside that of products: result 2.0 and gradients 3.4 for 7
-    keys, 1.8 and 3.4 for 64, 1.6 and 2.5 for 197, 1.0 and 1.4 for 1024. In 16-bit floats all fused kernels have less
-    error than products, but for single gradients of very few keys.
+    In float32 on CUDA torch has one fused kernel. Its error divided by that of products: result 2.0 and gradients 3.4
+    for 7 keys, 1.8 and 3.4 for 64, 1.6 and 2.5 for 197, 1.0 and 1.4 for 1024. In 16-bit floats all fused kernels have
+    smaller errors than products, except in single gradients with very few keys.
     """
     if query.device.type != "cuda":
         return True
@@ -335,14 +335,14 @@ def _is_exact(query: torch.Tensor, shape: Sequence[str]) -> bool:
     return int(shape[-1]) >= least if shape[-1].isdigit() else kind
 
 
-# From so many keys on fused attention may be faster: of 16-bit floats, of wider ones. Two AMD cores, 16 Intel ones.
+# Number of keys from which fused attention may be faster: by whether floats have 16 bits. Two AMD cores, 16 Intel ones.
 _MANY_KEYS = {True: 1024, False: 256}
-_MOST_KEYS = 2048  # from there on any fused attention is
-_FEWEST_KEYS = {True: (0, 32), False: (128, 1024)}  # in inference, in training; of 16-bit floats or TF32, of float32
+_MOST_KEYS = 2048  # number of keys from which every fused attention is faster
+_FEWEST_KEYS = {True: (0, 32), False: (128, 1024)}  # (inference, training), by whether 16-bit floats or TF32
 
 
 def _between(found: _Found) -> set[fx.Node]:
-    """The nodes of the chain, in-place spellings of its own steps included."""
+    """The nodes of the chain, and all nodes that use them before its end, such as in-place spellings of its steps."""
     chain = {found.first}
     for node in found.first.graph.nodes:
         if node is found.last:
@@ -385,7 +385,7 @@ def _rewrite(graph: fx.Graph, found: _Found) -> None:
 
 
 def _placed(graph: fx.Graph, factor: Factor, like: fx.Node | None) -> fx.Node:
-    """A factor's dims in order; those that it lacks, or has once, repeated as often as `like` has them."""
+    """A factor with its dims in order. Missing dims are inserted, and expanded to the sizes of `like`."""
     node = factor.node
     there = [d for d in factor.order if d is not None]
     if there != list(range(len(there))):
@@ -406,10 +406,10 @@ def _placed(graph: fx.Graph, factor: Factor, like: fx.Node | None) -> fx.Node:
 
 
 def _has_eager_strides(new: fx.Node, query: fx.Node) -> bool:
-    """Whether fused attention writes its result as eager does, contiguous, for static and for symbolic sizes.
+    """Whether fused attention writes its result contiguously, as eager does, for static and for symbolic sizes.
 
-    Kernels differ: on the CPU and in flash attention the result has the queries' layout, in memory-efficient attention
-    that of (batch, tokens, heads, width) whatever the queries have.
+    Kernels differ: on the CPU and in flash attention the result has the queries' layout. In memory-efficient attention
+    it has the layout (batch, tokens, heads, width) for any queries.
     """
     values = [value_of(n) for n in (query, new)]
     contiguous = [t.is_contiguous() for t in values if t is not None and are_numbers(*t.stride())]
@@ -417,14 +417,14 @@ def _has_eager_strides(new: fx.Node, query: fx.Node) -> bool:
 
 
 def _is_swapped_and_copied(node: fx.Node) -> bool:
-    """Whether all that reads a result swaps its dims and copies it, so that its own layout is not seen."""
+    """Whether every reader transposes the result and copies it, so that its own layout is not observable."""
     names = [u.target for user in node.users for u in user.users]
     swaps = all(u.target in ("transpose", "permute", torch.transpose, torch.permute) for u in node.users)
     return swaps and bool(names) and all(n in ("contiguous", "reshape", "flatten", torch.flatten) for n in names)
 
 
 def _erase(inside: set[fx.Node], order: dict[fx.Node, int]) -> None:
-    """Remove the chain, steps that write into the scores too: nobody reads those any more."""
+    """Remove the chain's unused nodes, including in-place steps on the scores."""
     for node in sorted(inside, key=lambda n: -order.get(n, len(order))):
         if not node.users:
             node.graph.erase_node(node)

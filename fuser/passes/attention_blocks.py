@@ -1,4 +1,4 @@
-"""Attention on CUDA whose mask leaves out many keys at known places runs in kernels that go through the others."""
+"""On CUDA, attention whose mask rules out many keys runs in kernels that visit only the other blocks of keys."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from fuser.passes.calls import put_for
 from fuser.passes.hints import size_hint
 
 _DTYPES = (torch.bfloat16, torch.float16)
-# By whether it is backward: the fewest queries and keys, and the most of the scores. ATen is faster for others (H200).
+# By whether it is backward: the fewest queries and keys, and the largest share of scores. Beyond, ATen is faster
+# (H200).
 _FEWEST = {False: 1024, True: 2048}
 _MOST = {False: 0.55, True: 0.4}
 _LONGEST_HEAD = 128
 
 
 def attention_by_blocks(module: fx.GraphModule) -> int:
-    """Attention of 16-bit floats on CUDA leaves out blocks of keys that its mask rules out, where those are many."""
+    """Attention of 16-bit floats on CUDA skips the blocks of keys that its mask rules out, if these are many."""
     if config.numerics == "eager":
         return 0
     changed = 0
@@ -39,7 +40,7 @@ def attention_by_blocks(module: fx.GraphModule) -> int:
 
 
 def _reached(node: fx.Node, reach: Reaching) -> Reached | None:
-    """What runs a call; None for one that ATen's kernels are faster for, or that no other takes."""
+    """The kernel's parameters for a call; None if ATen is faster or if no kernel supports the call."""
     backward = node.target in BACKWARD
     args: Any = node.args
     q, k, v = args[1:4] if backward else args[:3]
@@ -73,7 +74,7 @@ def _reached(node: fx.Node, reach: Reaching) -> Reached | None:
 
 
 def _is_plain(node: fx.Node, backward: bool) -> bool:
-    """Whether a call has no dropout, is not causal besides, and needs no gradient of its mask."""
+    """Whether a call has no dropout, is not also causal, and needs no gradient of its mask."""
     args: list[Any] = list(node.args)
     if node.target is CUDNN_BACKWARD:
         return not args[13] and not args[14]
@@ -85,7 +86,7 @@ def _is_plain(node: fx.Node, backward: bool) -> bool:
 
 
 def _has_its_strides(node: fx.Node, operands: list[torch.Tensor]) -> bool:
-    """Whether results have the order of the operands in memory, which the kernels follow."""
+    """Whether results are stored in the operands' dim order, which the kernels follow."""
     made: Any = node.meta.get("val")
     if not isinstance(made, (tuple, list)):
         return False

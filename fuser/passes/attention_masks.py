@@ -1,6 +1,6 @@
-"""What attention adds to its scores, or puts in their place, as arguments of `scaled_dot_product_attention`.
+"""Masks, fills and biases of attention scores as arguments of `scaled_dot_product_attention`.
 
-Where the graph makes a mask of numbers alone, its values say what it is: a causal mask is no tensor at all.
+If the graph makes a mask of numbers alone, the mask is evaluated: a causal mask needs no tensor at all.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Bias:
     """A tensor added to the scores."""
 
     node: fx.Node
-    least: float | None = None  # its huge numbers stay finite in a narrower dtype
+    least: float | None = None  # clamp its huge negative numbers here, so that they stay finite in a narrower dtype
 
 
 @dataclass(frozen=True)
 class Fill:
-    """`value` instead of the scores where `condition` is `filled`."""
+    """Replaces the scores by `value` where `condition` equals `filled`."""
 
     condition: fx.Node
     filled: bool
@@ -44,7 +44,7 @@ Step = Bias | Fill
 
 # -- judging ----------------------------------------------------------------------------------------------------------
 def check(steps: list[Step], dtype: torch.dtype, low: torch.dtype | None, shape: Sequence[str]) -> None:
-    """Mismatch unless the steps can be one tensor that is added to scores of queries of `dtype`; `low`: autocast's."""
+    """Raise Mismatch unless the steps form one tensor to add to scores of queries in `dtype`; `low` is autocast's."""
     if is_causal(steps, dtype, shape):
         return
     fills = {s.value for s in steps if isinstance(s, Fill) and s.value != -math.inf}
@@ -62,7 +62,7 @@ def check(steps: list[Step], dtype: torch.dtype, low: torch.dtype | None, shape:
 
 
 def _check_fill(fill: Fill, dtype: torch.dtype, low: torch.dtype | None, alone: bool) -> None:
-    """A fill is added to the scores, in float32: that gives the fill itself, as eager has it, if it is large enough."""
+    """Raise Mismatch unless adding the fill to the scores, in float32, gives the fill itself, as eager's result."""
     if fill.value == -math.inf:
         return
     if low is None and dtype not in _LIMITS:
@@ -70,16 +70,16 @@ def _check_fill(fill: Fill, dtype: torch.dtype, low: torch.dtype | None, alone: 
             raise Mismatch
         return
     if fill.value > HUGE or low is not None and fill.value < torch.finfo(low).min:
-        raise Mismatch  # it would become minus infinity, and a row of it NaN
+        raise Mismatch  # it would become minus infinity, and a row of such values NaN
 
 
 def least(dtype: torch.dtype) -> float:
-    """The fill from which on, and below, a score counts for nothing beside others."""
+    """The largest fill that makes a score negligible beside others."""
     return max(torch.finfo(dtype).min, HUGE)
 
 
 def _check_bias(bias: fx.Node, dtype: torch.dtype, shape: Sequence[str]) -> None:
-    """Under autocast a bias in float32 stays apart: eager adds it as it is, the fused operator would round it."""
+    """Raise Mismatch for a bias that needs a gradient, or that the fused operator would round, as under autocast."""
     value = value_of(bias)
     if value is None or not value.dtype.is_floating_point or value.dim() > len(shape):
         raise Mismatch
@@ -90,14 +90,14 @@ def _check_bias(bias: fx.Node, dtype: torch.dtype, shape: Sequence[str]) -> None
 
 
 def _is_exact_in(bias: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a bias made of numbers has values that another dtype has, too."""
+    """Whether a bias made of numbers is exact in another dtype."""
     found = evaluated(bias)
     return found is not None and torch.equal(found.to(dtype).to(found.dtype), found)
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
 def _total(steps: Sequence[Step]) -> torch.Tensor | None:
-    """What the steps make of scores of 0, if it is made of numbers."""
+    """The steps applied to scores of 0; None if they are not made of numbers alone."""
     total = torch.zeros(())
     for step in steps:
         found = evaluated(step.node if isinstance(step, Bias) else step.condition)
@@ -112,7 +112,7 @@ def _total(steps: Sequence[Step]) -> torch.Tensor | None:
 
 
 def is_causal(steps: Sequence[Step], dtype: torch.dtype, shape: Sequence[str]) -> bool:
-    """Whether the steps leave each query the keys up to its own place, of as many keys as queries, and no others."""
+    """Whether the steps mask, for each query, exactly the keys after its own index, with as many keys as queries."""
     if not steps or shape[-1] != shape[-2]:
         return False
     total = _total(steps)
@@ -123,9 +123,9 @@ def is_causal(steps: Sequence[Step], dtype: torch.dtype, shape: Sequence[str]) -
 
 
 def without_mask(node: fx.Node) -> int:
-    """1 if fused attention had a mask made of numbers that is causal or masks nothing, and now has none; else 0.
+    """Drop a mask made of numbers that is causal or masks nothing from fused attention; 1 if the call changed, else 0.
 
-    Fused kernels take no mask, or one whose rows are aligned.
+    Fused kernels accept no mask, or one whose rows are aligned.
     """
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
     if not isinstance(mask, fx.Node) or len(node.args) > 4 or node.kwargs.get("is_causal") or len(node.args) < 3:
@@ -147,9 +147,9 @@ def without_mask(node: fx.Node) -> int:
 
 
 def _infinite(node: fx.Node, mask: fx.Node, total: torch.Tensor, query: torch.Tensor) -> int:
-    """1 if a mask of truth values that leaves each query a key was replaced by 0 and minus infinity; else 0.
+    """Replace a bool mask that leaves each query a key by 0 and minus infinity; 1 if it was replaced, else 0.
 
-    cuDNN is given a number for False which is not infinite, so that nothing says that such keys count for nothing.
+    cuDNN receives a finite number for False, so nothing shows that such keys have no weight.
     """
     if total.dim() < 2 or bool((total == -math.inf).all(-1).any()):
         return 0
@@ -160,10 +160,10 @@ def _infinite(node: fx.Node, mask: fx.Node, total: torch.Tensor, query: torch.Te
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 def arguments(graph: fx.Graph, steps: Sequence[Step], q: fx.Node, k: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
-    """The queries, and how fused attention is told of the steps.
+    """The queries, and the keyword arguments of fused attention that express the steps.
 
-    A row that is masked as a whole by minus infinity is NaN, as a softmax of nothing is: the fused operator gives 0. By
-    a finite number it is the mean of all values: such a row has queries of 0 and no mask.
+    A row masked entirely by minus infinity is NaN in eager, but 0 in the fused operator. A row masked entirely by a
+    finite number is the mean of all values: such a row gets queries of 0 and no mask.
     """
     query, keys = value_of(q), value_of(k)
     assert query is not None and keys is not None
@@ -189,7 +189,7 @@ def arguments(graph: fx.Graph, steps: Sequence[Step], q: fx.Node, k: fx.Node) ->
 
 
 def _has_finite(known: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a mask of numbers has huge finite ones, far from all others: they mask as minus infinity does."""
+    """Whether a mask of numbers has huge finite values, far from all others, that mask like minus infinity."""
     gone = known <= least(dtype)
     return bool((gone & (known > -math.inf)).any()) and not bool((~gone & (known <= least(dtype) / 2)).any())
 
@@ -201,7 +201,7 @@ def _of_rank(graph: fx.Graph, mask: fx.Node, rank: int) -> fx.Node:
 
 
 def _sum(graph: fx.Graph, steps: Sequence[Step], query: torch.Tensor) -> fx.Node:
-    """All steps as one tensor to add, of two dims at least."""
+    """All steps as one tensor to add, with at least two dims."""
     total: fx.Node | None = None
     for step in steps:
         if isinstance(step, Fill):
@@ -222,7 +222,7 @@ def _sum(graph: fx.Graph, steps: Sequence[Step], query: torch.Tensor) -> fx.Node
 def _filled(
     graph: fx.Graph, fill: Fill, query: torch.Tensor, value: float, total: fx.Node | None = None
 ) -> fx.Node:  # fmt: skip
-    """`total`, or 0, with `value` where the fill is."""
+    """`total`, or 0, with `value` where the fill applies."""
     like = {"dtype": query.dtype, "device": query.device}
     full = emit(graph, torch.full, (), value, **like)
     zero = total if total is not None else emit(graph, torch.full, (), 0.0, **like)
@@ -233,9 +233,9 @@ def _filled(
 def _with_equal_weights(
     graph: fx.Graph, steps: Sequence[Step], q: fx.Node, total: fx.Node
 ) -> tuple[fx.Node, fx.Node]:  # fmt: skip
-    """Queries and mask with 0 in rows that finite fills cover, in training.
+    """Queries and mask with 0 in rows that finite fills cover entirely, for training.
 
-    No gradient goes through a score that is filled, and a fused backward has weights of sums that huge numbers absorb.
+    No gradient passes through a filled score. A fused backward recomputes weights from sums that absorb the scores.
     """
     gone: fx.Node | None = None
     for step in steps:
@@ -251,7 +251,7 @@ def _with_equal_weights(
 
 
 def _with_means(graph: fx.Graph, fill: Fill, q: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
-    """One finite fill in a dtype in which a score cannot be lost in it."""
+    """The queries and arguments for one finite fill, in a dtype where adding it would not absorb the score."""
     query = value_of(q)
     assert query is not None
     condition = _of_rank(graph, fill.condition, max(query.dim(), 2))

@@ -1,11 +1,11 @@
-"""Who computes attention on the CPU: ATen's fused kernel, one of the package, products and a kernel in turn, products.
+"""Chooses what computes attention on the CPU: ATen's kernel, the package's, or products with a kernel in between.
 
 ATen's kernel took 1.1 to 3 times as long forward on two AMD cores, and up to 20 times backward in float16, whose
-products it makes one by one; other machines differ. So a contest decides for each class of sizes (`fuser.contests`).
-What keeps unrounded scores in ATen keeps them here. Attention that was written as products (`passes.attention`) may
-round them to 16 bits, as its product does.
+products it computes one by one; other machines differ. So a contest decides for each class of sizes (`fuser.contests`).
+Attention whose scores ATen leaves unrounded keeps them unrounded here. Attention that was written as products
+(`passes.attention`) may round them to 16 bits, as its product does.
 
-Where results must not depend on a clock (`config.is_deterministic`), ATen computes it.
+If results must not depend on a clock (`config.is_deterministic`), ATen computes it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ aten: Any = torch.ops.aten
 ATEN, OWN, WRITTEN = "aten", "own kernel", "as written"
 PARTS, ROUNDED_PARTS = "by parts", "by parts, scores rounded"
 ROUNDED = "fuser_rounded_scores"  # in the metadata `custom` of attention that was written as products
-LEAST_WRITTEN, MOST_WRITTEN = 1 << 12, 1 << 19  # scores that products by themselves may be faster for
-LEAST_SCORES = 1 << 15  # below, calls cost more than products
-_MOST_SCORES = 1 << 22  # of a contest
+LEAST_WRITTEN, MOST_WRITTEN = 1 << 12, 1 << 19  # numbers of scores for which plain products may be faster
+LEAST_SCORES = 1 << 15  # with fewer, call overhead dominates
+_MOST_SCORES = 1 << 22  # in a contest
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALL_DTYPES = (*_DTYPES, torch.float32)
 
@@ -44,7 +44,7 @@ class Attention:
     """A class of attentions: q of (batch, heads, rows, width), k of (batch, groups, keys, width).
 
     mask: which of its four dims have one element; None without a mask. rounded: scores may be rounded. reach: the keys
-    to which the mask leaves anything.
+    that the mask may leave.
     """
 
     batch: int
@@ -62,7 +62,7 @@ class Attention:
     reach: Reach | None = None
 
     def key(self) -> tuple[Any, ...]:
-        """What attentions of one class have in common."""
+        """The key that attentions of one class share."""
         sizes = tuple(max(n - 1, 0).bit_length() for n in (self.batch, self.rows, self.keys))
         left = 8 if self.reach is None else round(8 * self.reach.share)
         flags = self.causal, self.mask, self.backward, self.rounded, left
@@ -76,7 +76,7 @@ class Attention:
 
     @property
     def scores(self) -> int:
-        """Elements of all scores."""
+        """Number of all scores."""
         return self.batch * self.heads * self.rows * self.keys
 
 
@@ -84,7 +84,7 @@ _attentions, _written = Decisions("attention"), Decisions("written attention")
 
 
 def choose(attention: Attention) -> str:
-    """The name of the candidate for a class: known, or by a contest now."""
+    """The name of the candidate for a class: a known decision, or the winner of a contest that runs now."""
     if attention.scores < LEAST_SCORES or config.is_deterministic():
         return ATEN
     names = [ATEN]
@@ -100,7 +100,7 @@ def choose(attention: Attention) -> str:
 
 
 def is_faster_written(attention: Attention) -> bool:
-    """Whether few scores are computed faster by products than by ATen's attention, forward."""
+    """Whether the forward with few scores is faster as products than as ATen's attention."""
     if not LEAST_WRITTEN <= attention.scores < MOST_WRITTEN or config.is_deterministic():
         return False
     names = [ATEN, WRITTEN]
@@ -143,7 +143,7 @@ def _contestants(a: Attention, names: list[str]) -> Mapping[str, Contestant]:
 
 
 def _operands(a: Attention) -> list[Any]:
-    """Queries, keys, values, the gradient of the result, the mask: of fewer batches and heads where they are many."""
+    """Queries, keys, values, the result's gradient and the mask, with batches and heads reduced if there are many."""
     batch, groups, group = a.batch, a.groups, a.heads // a.groups
     least = min(a.groups, torch.get_num_threads())
     while batch * groups * group * a.rows * a.keys > _MOST_SCORES and (batch > 1 or groups >= 2 * least):
@@ -162,7 +162,7 @@ def _operands(a: Attention) -> list[Any]:
 
 
 def attention_by_parts(module: fx.GraphModule) -> int:
-    """Attention on the CPU becomes one kernel, or products and a kernel between, where faster."""
+    """Attention on the CPU becomes one kernel, or products with a kernel in between, where that is faster."""
     if config.numerics == "eager":
         return 0
     found = [n for n in module.graph.nodes if n.target in (FORWARD, BACKWARD)]
@@ -184,7 +184,7 @@ class _Call:
 
     @staticmethod
     def of(node: fx.Node) -> _Call | None:
-        """None for one with dropout, or with a scale that is no number."""
+        """The arguments; None if the call has dropout, or a scale that is not a number."""
         backward = node.target is BACKWARD
         rest: list[Any] = list(node.args[6 if backward else 3 :])
         dropout, causal = rest + [0.0, False][len(rest) :]
@@ -198,7 +198,7 @@ class _Call:
 
 
 def _class_of(node: fx.Node, call: _Call) -> Attention | None:
-    """The class of a call; None if only ATen computes it."""
+    """The class of a call; None if only ATen supports it."""
     q, k, mask = (None if n is None else n.meta.get("val") for n in (call.q, call.k, call.mask))
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor) or q.dim() != 4:
         return None
@@ -223,7 +223,7 @@ def _class_of(node: fx.Node, call: _Call) -> Attention | None:
 
 
 def _replaced(node: fx.Node) -> bool:
-    """Whether a call was given to another candidate than ATen."""
+    """Whether the call was given to a candidate other than ATen."""
     call = _Call.of(node)
     attention = None if call is None else _class_of(node, call)
     if call is None or attention is None or any(u.target is not operator.getitem for u in node.users):

@@ -1,6 +1,6 @@
-"""Which keys each block of queries attends to, where the graph's own arithmetic says so: sliding windows, causal masks.
+"""Finds the keys that each block of queries attends to, from the mask's own arithmetic: sliding windows, causal masks.
 
-A mask that mixes what is known, such as places, with what is not, such as padding, is bounded by what is known.
+A mask that mixes known values, such as indices, with unknown ones, such as padding, is bounded by the known values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fuser.passes.hints import are_numbers, size_hint
 aten: Any = torch.ops.aten
 _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-# The place of the queries, behind which the keys are, and that of the mask.
+# The argument position of the queries, which the keys follow, and the position or name of the mask.
 _PLACES: dict[Any, tuple[int, int | str]] = {
     _FORWARD: (0, "attn_mask"),
     _BACKWARD: (1, "attn_mask"),
@@ -32,12 +32,12 @@ _PLACES: dict[Any, tuple[int, int | str]] = {
     aten._scaled_dot_product_cudnn_attention_backward.default: (1, 8),
 }
 _FEWEST_KEYS = 256
-_MOST = 0.8  # of the scores, so that leaving out the others is worth while
+_MOST = 0.8  # share of the scores up to which leaving out the others pays
 _MOST_SIZES = 64  # kept for one mask
 
 
 def bound_attention(module: fx.GraphModule) -> int:
-    """Attention whose mask leaves out keys at places known to the graph notes which keys each block of queries has."""
+    """Attention whose mask rules out keys at known indices gets a note of the keys that each block of queries has."""
     known: dict[Any, Reaching | None] = {}
     changed = 0
     for node in module.graph.nodes:
@@ -65,9 +65,9 @@ def bound_attention(module: fx.GraphModule) -> int:
 def reach_of(
     mask: fx.Node, rows: int, keys: int, symbols: Mapping[Any, int] | None = None
 ) -> Reach | None:  # fmt: skip
-    """The keys of each block of queries that a mask, which is added to scores, may leave; None if nothing is known.
+    """The keys that an additive mask may leave to each block of queries; None if all, or if the mask is not understood.
 
-    `symbols`: the numbers of symbolic sizes.
+    `symbols`: the values of symbolic sizes.
     """
     value = mask.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or not value.dtype.is_floating_point:
@@ -98,7 +98,7 @@ def reach_of(
 
 
 class _Open:
-    """The mask of an attention with symbolic sizes: its part of the graph, read again for each number of keys."""
+    """The mask of an attention with symbolic sizes: its part of the graph, evaluated again for each pair of sizes."""
 
     def __init__(self, mask: fx.Node, rows: Any, keys: Any) -> None:
         self._mask = mask
@@ -112,7 +112,7 @@ class _Open:
         return 1.0 if found is None else found.share
 
     def at(self, rows: int, keys: int) -> Reach | None:
-        """The keys of each block of queries; None where all, or nearly all, may be attended to."""
+        """The keys of each block of queries; None if all, or nearly all, may be attended to."""
         return self._made(rows, keys)
 
     def _make(self, rows: int, keys: int) -> Reach | None:
@@ -122,13 +122,13 @@ class _Open:
 
 
 def _open(mask: fx.Node, rows: Any, keys: Any) -> _Open | None:
-    """What is known of a mask for sizes of which one is a symbol; None for sizes that are made of others."""
+    """An `_Open` for a mask with a symbolic size; None if a size is not a plain symbol or the mask's graph is large."""
     if not all(are_numbers(n) or n.node.expr.is_Symbol for n in (rows, keys)):
         return None
     kept = behind(mask)
     if len(kept) > MOST_NODES:
         return None
-    graph = fx.Graph()  # one of its own, which no pass changes
+    graph = fx.Graph()  # a graph of its own, which no pass changes
     env: dict[fx.Node, fx.Node] = {}
     for node in mask.graph.nodes:
         if node in kept:
@@ -137,7 +137,7 @@ def _open(mask: fx.Node, rows: Any, keys: Any) -> _Open | None:
 
 
 def _longest(row: list[bool]) -> tuple[int, int]:
-    """The keys of the longest run of blocks that are true; the last block may be cut off."""
+    """The first key of the longest run of blocks that are true, and the end of the run."""
     best = first = 0
     start = 0
     for n, true in enumerate([*row, False]):
@@ -150,13 +150,13 @@ def _longest(row: list[bool]) -> tuple[int, int]:
 
 
 def _blocks(count: int) -> Interval:
-    """The first and the last place of each block."""
+    """The first and the last index of each block."""
     first = torch.arange(0, count, BLOCK, dtype=torch.float64, device="cpu")
     return Interval(first, (first + BLOCK - 1).clamp(max=count - 1))
 
 
 def _behind_lost_rows(mask: fx.Node) -> fx.Node:
-    """The mask without a last step that makes whole rows NaN."""
+    """The mask without a last step that fills whole rows with NaN."""
     args = mask.args
     if mask.target is aten.masked_fill.Scalar and len(args) == 3 and isinstance(args[2], float) and math.isnan(args[2]):
         source, lost = args[:2]

@@ -1,9 +1,8 @@
-"""Convolution and batch norm as one convolution, in eval mode.
+"""Folds batch norms into convolutions, in eval mode.
 
-The norm's factors go into the weights inside the graph, at each call, from the parameters as they are then: a later
-update of weights or statistics is seen, and gradients flow to all of them. It pays where the norm would be a pass over
-the images of its own: where pointwise operations follow, a kernel does the norm together with them for nothing, while
-the weights would be multiplied all the same.
+The norm's factors are multiplied into the weights inside the graph, at each call, from the current parameters: a later
+update of weights or statistics is seen, and gradients flow to all of them. Folding pays only where the norm would need
+its own pass over the images. If pointwise operations follow, their kernel computes the norm at no cost.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from torch import fx
 from fuser import config
 from fuser.passes.calls import Call, autocasts, call_of, emit, position_of_writes, value_of
 
-_LEAST_GAIN = 2  # elements of the images for each one of the weights
+_LEAST_GAIN = 2  # elements of the images per element of the weights
 _DTYPES = (torch.float32, torch.float64)
 
 
 def fold_batch_norms(module: fx.GraphModule) -> int:
-    """A batch norm in eval mode between a convolution and what is no kernel becomes part of the convolution."""
+    """A batch norm in eval mode after a convolution is folded into it, if no kernel would compute the norm."""
     nodes = list(module.graph.nodes)
     if config.numerics == "eager" or any(a.dtypes for a in autocasts(nodes)):
         return 0
@@ -36,7 +35,7 @@ def fold_batch_norms(module: fx.GraphModule) -> int:
         if conv is None or not _may_fold(conv, norm):
             continue
         if any(order[conv.node] < w < order[node] for w in writes):
-            continue  # what the convolution reads might be written in between
+            continue  # the convolution's operands might be written in between
         _fold(module.graph, conv, norm)
         changed += 1
     return changed
@@ -60,7 +59,7 @@ def _statistics(norm: Call) -> tuple[Any, Any]:
 
 
 def _is_fused(reader: fx.Node) -> bool:
-    """Whether a kernel may take the norm together with a reader: all but convolutions and the end of the graph."""
+    """Whether a kernel may fuse the norm with a reader: true for all but convolutions and the graph's output."""
     call = call_of(reader)
     return reader.op != "output" and (call is None or call.name != "conv")
 

@@ -1,7 +1,7 @@
-"""Between which numbers the elements of a tensor lie, for blocks of its indices, as far as the graph says.
+"""Bounds of the elements of a tensor, for blocks of its indices, derived from the graph.
 
-Interval arithmetic (Moore, "Interval Analysis", 1966) from a node back to the numbers that it is made of. A tensor that
-the graph knows nothing of may have any number of its dtype. No element lies outside of its bounds.
+Interval arithmetic (Moore, "Interval Analysis", 1966), from a node back to the numbers that it is computed from. A
+tensor that the graph knows nothing about may have any value of its dtype. No element is outside its bounds.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from fuser.lazy_dataclasses import dataclass
 aten: Any = torch.ops.aten
 MOST_NODES = 256
 _DEEPEST = 48
-_EXACT = 2.0**53 - 1  # up to it float64 tells all integers apart
+_EXACT = 2.0**53 - 1  # float64 represents all integers up to here exactly
 
 
 @dataclass(frozen=True)
 class Interval:
-    """For each block, the least and the greatest number: float64, of shapes that broadcast. No element is NaN in one
-    that is finite, or infinite on one side only.
+    """For each block, the least and the greatest element, as float64 tensors of shapes that broadcast.
+
+    Elements are not NaN if an interval is finite, or infinite on one side only.
     """
 
     low: torch.Tensor
@@ -37,20 +38,20 @@ class Interval:
         return Interval(*(torch.tensor(float(n), dtype=torch.float64, device="cpu") for n in (low, high)))
 
     def truth(self) -> Interval:
-        """Whether elements differ from 0, as 0 and 1."""
+        """The truth values of the elements: 1 if all differ from 0, 0 if none does, both if unknown."""
         surely = (self.low > 0) | (self.high < 0)
         never = (self.low == 0) & (self.high == 0)
         return _truths(surely, ~never)
 
     def choose(self, yes: Interval, no: Interval) -> Interval:
-        """Bounds of `yes` where this truth is 1, of `no` where it is 0, of both where it may be either."""
+        """Bounds of `yes` where this truth value is 1, of `no` where it is 0, and of both where it may be either."""
         surely, never = self.low > 0, self.high < 1
         both = yes.united(no)
         low = torch.where(surely, yes.low, torch.where(never, no.low, both.low))
         return Interval(low, torch.where(surely, yes.high, torch.where(never, no.high, both.high)))
 
     def united(self, other: Interval) -> Interval:
-        """Bounds of elements that are in one or the other."""
+        """Bounds of elements that are in one interval or the other."""
         return Interval(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
 
 
@@ -74,9 +75,9 @@ Size = int | str  # a symbol by its text
 
 
 class Bounds:
-    """Reads bounds off a graph. `of(node, index)`: `index` has the bounds of the place along each dim of the node.
+    """Derives bounds from a graph. `of(node, index)`: `index` holds the bounds of the index along each dim of the node.
 
-    `symbols`: the numbers of symbolic sizes, by symbol; those that are missing are at least 2.
+    `symbols`: the values of symbolic sizes, by symbol; sizes without a value are at least 2.
     """
 
     def __init__(self, symbols: Mapping[Any, int] | None = None) -> None:
@@ -86,7 +87,7 @@ class Bounds:
         self._depth = 0
 
     def of(self, node: Any, index: Index) -> Interval:
-        """The bounds of a node's elements at these places."""
+        """The bounds of a node's elements at these indices."""
         if isinstance(node, (bool, int, float)):
             return Interval.of(node, node) if node == node else _ALL
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
@@ -107,7 +108,7 @@ class Bounds:
         return self._known[key]
 
     def operand(self, node: fx.Node, arg: Any, index: Index) -> Interval:
-        """The bounds of an operand that is broadcast to the node's shape."""
+        """The bounds of an operand that is broadcast to the shape of `node`."""
         if not isinstance(arg, fx.Node):
             return self.of(arg, ()) if isinstance(arg, (bool, int, float)) else _ALL
         value, own = arg.meta.get("val"), node.meta["val"]
@@ -119,11 +120,11 @@ class Bounds:
         return self.of(arg, tuple(ZERO if n == 1 else i for n, i in zip(self.sizes(arg), last)))
 
     def sizes(self, node: Any) -> list[Size]:
-        """The sizes of a node's tensor."""
+        """The sizes of a node's tensor; an unknown symbolic size as text."""
         return [self._number(n) for n in node.meta["val"].shape]
 
     def argument(self, arg: Any) -> Any:
-        """An argument that is a number, or a size that is known; None for any other size."""
+        """An argument's number, or the value of a symbolic size; None for an unknown size or another node."""
         value = arg.meta.get("val") if isinstance(arg, fx.Node) else arg
         found = self._number(value) if isinstance(value, torch.SymInt) else value
         return None if isinstance(found, (str, fx.Node)) else found
@@ -136,7 +137,7 @@ class Bounds:
 
 
 def _in_dtype(found: Interval, dtype: torch.dtype) -> Interval:
-    """Bounds of elements converted to a dtype or not yet; every number of it where they may be NaN or wrap around."""
+    """Bounds of elements after conversion to a dtype; unbounded if they may be NaN or wrap around."""
     low, high = found.low, found.high
     if dtype.is_floating_point:
         if dtype is not torch.float64:
@@ -153,7 +154,7 @@ def _in_dtype(found: Interval, dtype: torch.dtype) -> Interval:
 
 # -- elementwise ------------------------------------------------------------------------------------------------------
 def _elementwise(function: Callable[..., Interval | None], arity: int, first: int = 0) -> Rule:
-    """A function of `arity` operands; those from `first` on are brought to one dtype."""
+    """The rule for a function of `arity` operands; those from `first` on are promoted to a common dtype."""
 
     def rule(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
         if len(node.args) != arity:
@@ -166,7 +167,7 @@ def _elementwise(function: Callable[..., Interval | None], arity: int, first: in
 
 
 def _common_dtype(args: Sequence[Any]) -> torch.dtype | None:
-    """The dtype that torch computes operands in."""
+    """The dtype to which torch promotes the operands; None if one of them is not a tensor or number."""
     found: list[Any] = [a.meta.get("val") if isinstance(a, fx.Node) else a for a in args]
     tensors = [torch.empty((1,) * a.dim(), dtype=a.dtype, device="meta") for a in found if isinstance(a, torch.Tensor)]
     numbers = [a for a in found if isinstance(a, (bool, int, float))]
@@ -183,7 +184,7 @@ def _alone(value: Any) -> torch.dtype:
 
 
 def _widened(node: fx.Node, low: torch.Tensor, high: torch.Tensor) -> Interval:
-    """Bounds that hold for a result that is rounded, perhaps twice."""
+    """Bounds widened for a result that is rounded, perhaps twice."""
     dtype = node.meta["val"].dtype
     if not dtype.is_floating_point:
         return Interval(low, high)
@@ -213,7 +214,7 @@ def _sub(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
 
 
 def _corners(a: Interval, b: Interval, call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and greatest result at the ends of two intervals; NaN where one is NaN."""
+    """The least and greatest result at the ends of two intervals; NaN if one of the results is NaN."""
     first, second, third, fourth = (call(x, y) for x in (a.low, a.high) for y in (b.low, b.high))
     low = torch.minimum(torch.minimum(first, second), torch.minimum(third, fourth))  # these keep NaN
     return low, torch.maximum(torch.maximum(first, second), torch.maximum(third, fourth))
@@ -230,7 +231,7 @@ def _div(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
     low, high = _corners(a, b, torch.div)
     rounding = node.kwargs.get("rounding_mode", "floor" if node.target in _pairs("floor_divide") else None)
     if rounding is not None and dtype.is_floating_point:
-        return None  # which side of a whole number a quotient falls on depends on its rounding
+        return None  # the rounding of a quotient decides on which side of an integer it falls
     match rounding:
         case "floor":
             found = Interval(low.floor(), high.floor())
@@ -247,7 +248,7 @@ def _remainder(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
         return None
     floats = node.meta["val"].dtype.is_floating_point
     turns = (a.low / b.low).floor()
-    whole = (turns == 0) if floats else torch.ones_like(turns, dtype=torch.bool)  # others of floats are rounded
+    whole = (turns == 0) if floats else torch.ones_like(turns, dtype=torch.bool)  # other remainders of floats round
     same = (turns == (a.high / b.low).floor()) & whole
     low = torch.where(same, a.low - turns * b.low, 0.0)
     high = torch.where(same, a.high - turns * b.low, b.low if floats else b.low - 1)
@@ -281,7 +282,7 @@ def _most(_: fx.Node, a: Interval, b: Interval) -> Interval:
 
 
 def _where_numbers(given: Sequence[Interval], low: torch.Tensor, high: torch.Tensor) -> Interval:
-    """Bounds where no operand may be NaN, which goes through an extreme."""
+    """The given bounds, unbounded where an operand may be NaN, because extremes propagate NaN."""
     for i in given:
         bad = (i.low == -math.inf) & (i.high == math.inf)
         low, high = low.masked_fill(bad, -math.inf), high.masked_fill(bad, math.inf)
@@ -289,7 +290,7 @@ def _where_numbers(given: Sequence[Interval], low: torch.Tensor, high: torch.Ten
 
 
 def _compared(surely: Callable[..., torch.Tensor], perhaps: Callable[..., torch.Tensor]) -> Any:
-    """A comparison; certain only of finite numbers, since any other may stand for NaN."""
+    """A comparison. It is certain only between finite intervals, since others may include NaN."""
 
     def found(_: fx.Node, a: Interval, b: Interval) -> Interval:
         finite = a.low.isfinite() & a.high.isfinite() & b.low.isfinite() & b.high.isfinite()
@@ -318,7 +319,7 @@ def _negated(function: Any) -> Any:
 
 
 def _of_truths(function: Callable[[Interval, Interval], Interval]) -> Any:
-    """A function of truth values; of bits it is unknown."""
+    """A function of truth values; None for integers, whose bits are unknown."""
 
     def found(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
         return function(a.truth(), b.truth()) if node.meta["val"].dtype is torch.bool else None
@@ -348,13 +349,13 @@ def _filled(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
 
 
 def _copied(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
-    """A copy or a cast."""
+    """A copy or a cast: the bounds of its operand."""
     return bounds.operand(node, node.args[0], index)
 
 
 # -- created ----------------------------------------------------------------------------------------------------------
 def _number(place: int | float) -> Rule:
-    """A tensor filled with an argument, by its number, or with a number itself where that is a float."""
+    """A tensor filled with the argument at position `place`, or with `place` itself if that is a float."""
 
     def rule(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
         return bounds.of(place if isinstance(place, float) else node.args[place], ())
@@ -382,7 +383,7 @@ def _counted(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
 
 # -- moved ------------------------------------------------------------------------------------------------------------
 def _moved(places: Callable[[Bounds, fx.Node, Index], Sequence[Interval] | None]) -> Rule:
-    """A view: `places` gives the places in its operand of those in the view."""
+    """A view: `places` maps indices of the view to indices of its operand."""
 
     def rule(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
         source = node.args[0]
@@ -409,7 +410,7 @@ def _swapped(rank: int, a: Any, b: Any) -> list[int]:
 
 
 def _reshaped(bounds: Bounds, node: fx.Node, index: Index) -> Sequence[Interval] | None:
-    """Views that add or drop dims of one element."""
+    """Reshapes that only add or drop dims of size 1."""
     before, after = bounds.sizes(node.args[0]), bounds.sizes(node)
     if [n for n in before if n != 1] != [n for n in after if n != 1]:
         return None
@@ -469,7 +470,7 @@ def _padded(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
 
 
 def _looked_up(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
-    """A tensor whose dims are all indexed by tensors."""
+    """A gather whose source is indexed by a tensor in each dim."""
     source: Any = node.args[0]
     places: Any = node.args[1]
     sizes = bounds.sizes(source)

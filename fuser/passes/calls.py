@@ -1,4 +1,4 @@
-"""Calls of dynamo's graphs by what they mean: `a @ b`, `a.matmul(b)` and `torch.matmul(a, b)` are one."""
+"""Calls of Dynamo's graphs by meaning: `a @ b`, `a.matmul(b)` and `torch.matmul(a, b)` are the same call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _METHODS = {
 
 @dataclass(frozen=True)
 class Call:
-    """One node: what it means, and its arguments as written."""
+    """A node's meaning by name, and its arguments as written."""
 
     node: fx.Node
     name: str
@@ -42,12 +42,12 @@ class Call:
     kwargs: dict[str, Any]
 
     def arg(self, place: int, name: str, default: Any = None) -> Any:
-        """An argument given by place or by name."""
+        """An argument given by position or by name."""
         return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
 
 
 def call_of(node: Any) -> Call | None:
-    """A node as a call; None for anything that is no call of a known function or method, or of a method by its name."""
+    """A node as a call: of a function in the table, or of any method by its name; None for other nodes."""
     if not isinstance(node, fx.Node):
         return None
     if node.op == "call_method":
@@ -63,8 +63,11 @@ def call_of(node: Any) -> Call | None:
 
 
 def called(graph: fx.Graph) -> frozenset[str]:
-    """The names of what a graph calls: "aten.add" of ATen's overloads, those of `call_of` of torch's functions and
-    methods, and else the callables' own."""
+    """The names of a graph's calls.
+
+    "aten.add" for an overload of ATen, the name of `call_of` for a function or method of torch, else the callable's
+    own.
+    """
     return frozenset(map(_name_of, (node for node in graph.nodes if node.op in ("call_function", "call_method"))))
 
 
@@ -78,31 +81,31 @@ def _name_of(node: fx.Node) -> str:
 
 
 def own_operator(name: str) -> torch._ops.OpOverload:
-    """The operator `fuser::name`. The tables of scalar ops, which most processes need not, register it."""
+    """The operator `fuser::name`, which the op tables register. They are imported here: few processes need them."""
     import_at_rest("fuser.ops")
     found: torch._ops.OpOverload = getattr(torch.ops.fuser, name).default
     return found
 
 
 def is_dead_dropout(call: Call) -> bool:
-    """Whether a dropout gives back its argument."""
+    """Whether a dropout returns its argument."""
     return call.name == "dropout" and (call.arg(2, "training", True) is False or call.arg(1, "p", 0.5) == 0)
 
 
 def value_of(node: Any) -> torch.Tensor | None:
-    """The tensor recorded for a node of dynamo's graph."""
+    """The tensor recorded for a node of Dynamo's graph, or None."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
 def shape_of(node: Any) -> tuple[str, ...] | None:
-    """A node's sizes, spelled out, so that comparing them adds no guard."""
+    """A node's sizes as text, so that comparing them adds no guard; None without a tensor."""
     value = value_of(node)
     return tuple(map(str, value.shape)) if value is not None else None
 
 
 def number_of(value: Any) -> float | None:
-    """A number, or what a scalar tensor made of a number holds."""
+    """The value of a number, or of a 0-dim tensor made of a number; None for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     call = call_of(value)
@@ -120,12 +123,12 @@ def writes(node: fx.Node) -> bool:
 
 
 def position_of_writes(nodes: list[fx.Node]) -> list[int]:
-    """The places, in a list of nodes, of those that may write into a tensor that existed before."""
+    """The positions, in a list of nodes, of those that may write into a tensor that existed before."""
     return [i for i, node in enumerate(nodes) if writes(node)]
 
 
 def emit(graph: fx.Graph, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call at the graph's insertion point, with its value; LookupError where the graph has no fake values."""
+    """A new call at the graph's insertion point, with its value; LookupError if the graph has no fake values."""
     node = graph.call_function(function, args, kwargs)
     values, named = fx.node.map_arg((args, kwargs), lambda a: a.meta["example_value"])
     candidates = (*values, *(n.meta.get("example_value") for n in graph.nodes))
@@ -138,7 +141,7 @@ def emit(graph: fx.Graph, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
 
 def put_for(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
-    """A call in a node's place, with the metadata of its value; the node goes."""
+    """Replace a node by a call, which keeps the metadata of the node's value. Returns the call."""
     with node.graph.inserting_before(node):
         new = node.graph.call_function(target, args, kwargs)
     new.meta = dict(node.meta)
@@ -149,18 +152,18 @@ def put_for(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 @dataclass(frozen=True)
 class Autocast:
-    """Where a node stands: nodes of one region have no switch of autocast between them; the dtypes by device type."""
+    """The state of autocast at a node: dtypes by device type. In one region no node switches autocast."""
 
     region: int
     dtypes: tuple[tuple[str, torch.dtype], ...]
 
     def dtype(self, device: str) -> torch.dtype | None:
-        """The dtype to which products on a device are cast; None where they are not."""
+        """The dtype to which products on a device are cast; None without autocast."""
         return dict(self.dtypes).get(device)
 
 
 def autocasts(nodes: list[fx.Node]) -> list[Autocast]:
-    """For each node of dynamo's graph the autocast that is in force there."""
+    """The state of autocast at each node of Dynamo's graph."""
     now = {d: torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
     stack: list[dict[str, torch.dtype]] = []
     found, region = [], 0

@@ -1,4 +1,4 @@
-"""What a pass must leave behind: a graph that holds together, and every value of the shape that it had."""
+"""Checks a graph after a pass: it is well-formed, and every value has the shape that it had."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VALUE_OF_STAGE = {"pre_grad": "example_value"}
 
 
 class BrokenGraph(Exception):
-    """What is wrong with a graph, and the name of the node it is about."""
+    """The fault of a graph, and the name of the node concerned."""
 
     def __init__(self, reason: str, node: str | None = None) -> None:
         super().__init__(reason)
@@ -24,19 +24,19 @@ class BrokenGraph(Exception):
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy with nodes of its own, and the same metadata."""
+    """A copy of a graph with its own nodes and the same metadata."""
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         env[node] = new.node_copy(node, env.__getitem__)
-        if hasattr(node, "_dynamo_source"):  # where an input comes from: AOTAutograd asks for it
+        if hasattr(node, "_dynamo_source"):  # the source of an input, which AOTAutograd needs
             env[node]._dynamo_source = node._dynamo_source
     new._codegen = graph._codegen
     return new
 
 
 def node_at_fault(error: BaseException) -> str | None:
-    """The name of the node that a failing pass was at: the innermost local variable that is one, `node` first."""
+    """The name of the node that a failing pass worked on: the innermost local variable that is a node, `node` first."""
     found = None
     trace = error.__traceback__
     while trace is not None:
@@ -50,7 +50,7 @@ def node_at_fault(error: BaseException) -> str | None:
 
 
 class Snapshot:
-    """What a graph was before a pass, to judge it afterwards. Only nodes that changed are looked at again."""
+    """A graph's state before a pass, to check the graph afterwards. Values are recomputed only for changed nodes."""
 
     def __init__(self, module: fx.GraphModule, stage: str) -> None:
         self.key = _VALUE_OF_STAGE.get(stage, "val")
@@ -59,7 +59,7 @@ class Snapshot:
         self.outputs = [_look(v) for v in _outputs(module, self.key)]
 
     def check(self, module: fx.GraphModule) -> None:
-        """BrokenGraph if the graph does not hold together or a value's shape changed. New nodes get their values."""
+        """Raise BrokenGraph if the graph is not well-formed or a value's shape changed. New nodes get their values."""
         try:
             module.graph.lint()
         except RuntimeError as error:
@@ -77,7 +77,7 @@ class Snapshot:
                 raise BrokenGraph(f"result {i} was {_text(look)} and is {_text(_look(value))}", "output")
 
     def _refresh(self, module: fx.GraphModule) -> None:
-        """Recompute the values of the nodes that are new, were changed, or read such."""
+        """Recompute the values of nodes that are new, changed, or depend on such nodes."""
         stale: set[fx.Node] = set()
         turned = any(map(_turns, module.graph.nodes))
         mode = None
@@ -106,7 +106,7 @@ def _outputs(module: fx.GraphModule, key: str) -> list[Any]:
 
 
 def _turns(node: fx.Node) -> bool:
-    """Whether a node may give a tensor other sizes or strides: a graph's value of it does not hold for all readers."""
+    """Whether a node may change a tensor's sizes or strides in place: its recorded value then differs among readers."""
     if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -115,14 +115,14 @@ def _turns(node: fx.Node) -> bool:
 
 @functools.cache
 def _gives_other_strides(name: str) -> bool:
-    """Whether torch says that of ATen's operator of this name."""
+    """Whether torch tags ATen's operator of this name as changing sizes or strides in place."""
     return name.endswith("_") and any(torch.Tag.inplace_view in o.tags for o in overloads_named(name))
 
 
 def _is_computable(node: fx.Node, key: str) -> bool:
-    """Whether running the node again on fake values says what it gives, and does nothing else.
+    """Whether the node's value can be recomputed on fake values without side effects.
 
-    A node whose result has a size that depends on data would make a new symbol for it.
+    A node whose result has a data-dependent size would make a new symbol for it.
     """
     if node.meta.get("unbacked_bindings"):
         return False
@@ -152,9 +152,9 @@ def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _number(size: Any) -> str:
-    """A size or stride, a symbol by the number seen while tracing: equal sizes may be spelled differently.
+    """A size or stride as text; a symbol by its hint, since equal sizes may be spelled differently.
 
-    Nothing is known of a size that depends on data, so any two are taken as equal.
+    Nothing is known of a data-dependent size, so any two such sizes are equal.
     """
     node = getattr(size, "node", None)
     hint = getattr(node, "hint", None)
@@ -171,7 +171,7 @@ def _shape(value: Any) -> Any:
 
 
 def _look(value: Any) -> Any:
-    """Shape, dtype and the strides that can be told apart."""
+    """Shape and dtype, and the strides of dims with more than one element."""
     if isinstance(value, torch.Tensor):
         plain = value.layout is torch.strided
         sizes = zip(value.shape, value.stride()) if plain else ()

@@ -1,7 +1,7 @@
-"""What a node of an ATen graph is to the grouping: computation that can be fused, something free, or neither, and why.
+"""Classifies a node of an ATen graph for grouping: fusible computation, free, or external with a reason.
 
-A free node (a view, a tensor made from numbers alone) costs nothing inside a kernel, so it is copied into each group
-that reads it and stays outside only for readers outside.
+A free node (a view, a tensor made from numbers alone) costs nothing inside a kernel. It is copied into each group that
+reads it, and stays outside only for readers outside.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fuser.runtime.memory import Recent
 aten = torch.ops.aten
 
 
-# In the meta of a node that writes an input midway: whoever reads what the input held at first comes before it.
+# In the meta of a node that writes an input midway: readers of the input's old content run before it.
 MARK = "writes_input"
-# In the meta of a view of an input through which the graph writes: it is a view in each call, and outside of groups.
+# In the meta of a view of an input through which the graph writes. It is made anew in each call, outside of groups.
 WRITTEN = "written_view"
-# In the meta of a node between others' operators that is a kernel of its own: with what makes its input it is slower.
+# In the meta of a node between library operators that is faster as its own kernel than fused with its producer.
 APART = "apart"
-# In the meta of a call of torch's own that a pass looked at: why it runs as it is.
+# In the meta of a call of torch's own that a pass examined: why it is not fused.
 WHY = "why_unfused"
 
 
 class Kind(enum.Enum):
-    """The part a node plays in the grouping."""
+    """The role of a node in grouping."""
 
     INPUT = "input"  # placeholder, attribute
     FREE = "free"  # view or creation: copied to its readers
@@ -48,32 +48,33 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Kind of a node, and for an extern the sentence that says why it is one."""
+    """A node's kind, and the reason if it is external."""
 
     kind: Kind
     reason: str = ""
 
 
-# Views by meaning whose schema does not say so.
+# Views whose schema does not declare them as such.
 _UNSAFE_VIEWS = frozenset({aten._unsafe_view.default})
-# Creation from numbers alone: cheaper computed again in each kernel than stored once.
+# Creation from numbers alone: recomputing it in each kernel is cheaper than storing it once.
 _CREATION = frozenset({"aten.full", "aten.zeros", "aten.ones", "aten.arange", "aten.scalar_tensor", "prims.iota"})
-# Operators that are lowered for some arguments only, which are tried; any other that is refused splits its group later.
+# Operators that are lowered for some arguments only, so a lowering is tried; other refused calls split their group
+# later.
 _BY_ARGUMENTS = frozenset(
     "aten.index aten.index_put aten.index_add aten.index_reduce aten.put aten.scatter aten.scatter_add "
     "aten.scatter_reduce aten.masked_scatter aten.as_strided aten.bucketize aten.searchsorted aten.repeat_interleave "
     "aten._adaptive_avg_pool2d aten._adaptive_avg_pool3d aten.logspace".split()
 )
-# Calls that find elements by their places in memory.
+# Calls that address elements by their offset in memory.
 _BY_PLACE = (aten.as_strided.default, aten.as_strided_scatter.default)
-# Library calls: kernels of their own would be slower, so they are not even asked for.
+# Library calls, which are never lowered: own kernels would be slower.
 _LIBRARY_OPS = (
     "aten.mm aten.addmm aten._addmm_activation aten.bmm aten.baddbmm aten.matmul aten.linear aten.mv aten.dot "
     "aten.addmv aten.convolution aten._convolution aten.conv1d aten.conv2d aten.conv3d "
     "aten._scaled_dot_product_flash_attention_for_cpu mkldnn._linear_pointwise mkldnn._convolution_pointwise"
 )
 LIBRARY = dict.fromkeys(_LIBRARY_OPS.split(), because("library", "a library's kernel does this better"))
-# Operators on graphs, whose graphs are compiled like any other (`frontends/bodies.py`).
+# Higher-order operators whose graphs are compiled like any other (`frontends/bodies.py`).
 ON_GRAPHS = frozenset("cond while_loop while_loop_stack_output scan map_impl invoke_subgraph hints_wrapper".split())
 _BARE_DTYPES = frozenset(
     getattr(torch, n)
@@ -85,7 +86,7 @@ _BARE_DTYPES = frozenset(
 
 
 def op_name(target: Any) -> str:
-    """`aten.add` for the overload `aten.add.Tensor`; a readable name for anything else."""
+    """`aten.add` for the overload `aten.add.Tensor`; a readable name for any other callable."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target.overloadpacket)
     return getattr(target, "__name__", str(target))
@@ -96,24 +97,24 @@ def qualified_name(target: torch._ops.OpOverload) -> str:
     return str(target.name())  # type: ignore[no-untyped-call]
 
 
-# Namespaces of operators that are not the user's.
+# Namespaces of operators that are not user-defined.
 BUILTIN = ("aten", "prims", "mkldnn", "onednn", "fuser", "c10d", "_c10d_functional")
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in a node's recorded value: one, several, or none."""
+    """The tensors in a node's recorded value: none, one or several."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (tuple, list)) else []
 
 
 def draws(target: Any) -> bool:
-    """Whether every call of `target` gives other random numbers."""
+    """Whether each call of `target` draws new random numbers."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def may_draw(target: Any) -> bool:
-    """Whether a call of `target` may draw random numbers: an operator on graphs does what these do."""
+    """Whether a call of `target` may draw random numbers; a higher-order operator may."""
     return draws(target) or isinstance(target, torch._ops.HigherOrderOperator)
 
 
@@ -128,7 +129,7 @@ def is_view(target: Any) -> bool:
 
 
 def base_of(value: Any) -> Any:
-    """The node of which a node is a view, or the node itself."""
+    """The tensor of which a node is a view, through chains of views, or the node itself."""
     while isinstance(value, fx.Node) and is_view(value.target) and value.args and isinstance(value.args[0], fx.Node):
         value = value.args[0]
     return value
@@ -140,7 +141,7 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def is_pointwise(target: Any) -> TypeGuard[torch._ops.OpOverload]:
-    """Whether `target` is an elementwise operator, as its tag says."""
+    """Whether `target` is tagged as an elementwise operator."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
@@ -155,7 +156,7 @@ def is_read(node: fx.Node, by: Callable[[fx.Node], bool]) -> bool:
 
 
 def after_tangents(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of a joint graph that need gradients of results: they run in the backward."""
+    """The nodes of a joint graph that depend on gradients of results, and so run in the backward."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         tangent = node.op == "placeholder" and "tangents" in str(node.target)
@@ -171,7 +172,7 @@ def is_write(node: fx.Node) -> bool:
 
 
 def is_write_back(node: fx.Node) -> bool:
-    """Whether a node is a copy into an input whose result nobody reads."""
+    """Whether a node is a copy into an input, and its own result is unused."""
     return not node.users and is_write(node)
 
 
@@ -182,7 +183,7 @@ def is_ordered(node: fx.Node) -> bool:
 
 
 def runs_graphs(node: fx.Node) -> str:
-    """The name of the operator on graphs that a node calls, if its graphs are compiled; "" for other nodes."""
+    """The name of the higher-order operator that a node calls, if its graphs are compiled; "" for other nodes."""
     target: Any = node.target
     if str(target) == "auto_functionalized_v2" and node.args:
         target = node.args[0]  # it calls an operator that writes arguments
@@ -197,7 +198,7 @@ def all_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def graphs_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The attributes with the graphs that are compiled for an operator on graphs; empty for other nodes."""
+    """The `get_attr` nodes of the graphs that are compiled for a higher-order operator; empty for other nodes."""
     if not runs_graphs(node):
         return ()
     module = node.graph.owning_module
@@ -214,7 +215,7 @@ def _tensor_reason(t: torch.Tensor) -> str | None:
 
 
 def _device_reason(tensors: list[torch.Tensor]) -> str | None:
-    """Kernels run on one device; a 0-dim CPU tensor beside another device's is left to ATen too."""
+    """Why tensors' devices rule out a kernel. A 0-dim CPU tensor beside another device's also stays on ATen."""
     devices = {t.device for t in tensors}
     if len(devices) > 1:
         return because("devices", f"its tensors are on several devices: {', '.join(sorted(map(str, devices)))}")
@@ -225,7 +226,7 @@ def _device_reason(tensors: list[torch.Tensor]) -> str | None:
 
 
 def schema_reason(target: torch._ops.OpOverload) -> str | None:
-    """Why no call of `target` is fused, as its schema and tags tell."""
+    """Why no call of `target` is fused, by its schema and tags; None if some may be."""
     library = LIBRARY.get(op_name(target))
     if library is not None:
         return library
@@ -241,13 +242,13 @@ def schema_reason(target: torch._ops.OpOverload) -> str | None:
 
 
 def _is_refused(name: str) -> bool:
-    from fuser.lowering.registry import REFUSED  # few graphs have an operator of which this is asked
+    from fuser.lowering.registry import REFUSED  # rarely needed
 
     return name in REFUSED
 
 
 def _argument_reason(node: fx.Node) -> str | None:
-    """Why a call cannot be lowered for its arguments, as far as their sizes are known."""
+    """Why a call cannot be lowered with its arguments, as far as their sizes are known; None if it can."""
     if op_name(node.target) not in _BY_ARGUMENTS and node.target is not aten.view.dtype:
         return None
     try:
@@ -257,7 +258,7 @@ def _argument_reason(node: fx.Node) -> str | None:
         if found == "":
             found = _tried[key] = _kept_reason(repr(key), node)
         return found
-    except FuserError:  # a size that is not known ahead
+    except FuserError:  # a size that is not known before the call
         return None
 
 
@@ -265,7 +266,7 @@ _tried: MutableMapping[Any, str | None] = Recent()
 
 
 def _like(node: fx.Node) -> Any:
-    """What a lowering sees of an argument."""
+    """The properties of an argument that a lowering may depend on."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return examples.concrete(value)
@@ -273,7 +274,7 @@ def _like(node: fx.Node) -> Any:
 
 
 def _kept_reason(question: str, node: fx.Node) -> str | None:
-    """What `_try_lowering` says, here or in an earlier process that kept it."""
+    """The result of `_try_lowering`, computed here or stored by an earlier process."""
     keeps = not config.check_ir and " at 0x" not in question
     kept = refusals.recall(question) if keeps else None
     if kept is None:
@@ -284,7 +285,7 @@ def _kept_reason(question: str, node: fx.Node) -> str | None:
 
 
 def _try_lowering(node: fx.Node) -> str | None:
-    from fuser.lowering.survey import survey  # asked of few operators, and answers are kept
+    from fuser.lowering.survey import survey  # needed for few operators, whose answers are kept
 
     graph = fx.Graph()
     env = {a: graph.placeholder(a.name) for a in node.all_input_nodes}
@@ -328,18 +329,18 @@ def _extern_reason(node: fx.Node) -> str | None:
 
 
 def _has_gaps(t: torch.Tensor) -> bool:
-    """Whether a tensor's memory holds more than its elements, such as those that a slice leaves out."""
+    """Whether a tensor's storage is larger than its elements, as of a slice."""
     memory, own = t.untyped_storage().nbytes(), t.numel() * t.dtype.itemsize
-    return type(memory) is not int or type(own) is not int or memory != own  # a symbol: nobody knows
+    return type(memory) is not int or type(own) is not int or memory != own  # a symbolic size is not known
 
 
 def _is_read_by_place(node: fx.Node) -> bool:
-    """Whether a call finds elements of the node's memory by their places in it, through views, too."""
+    """Whether some call addresses the node's elements by their offset in memory, directly or through views."""
     return any(_viewed(n) is node for t in _BY_PLACE for n in node.graph.find_nodes(op="call_function", target=t))
 
 
 def _viewed(reader: fx.Node) -> Any:
-    """What a call's first argument is a view of."""
+    """The tensor of which a call's first argument is a view."""
     source: Any = reader.args[0]
     while source.op == "call_function" and is_view(source.target):
         source = source.args[0]
@@ -351,7 +352,7 @@ def _is_creation(node: fx.Node) -> bool:
 
 
 def classify(node: fx.Node) -> Verdict:
-    """What `node` is; an extern's verdict says why."""
+    """The verdict on `node`, with a reason if it is external."""
     if node.op in ("placeholder", "get_attr"):
         return Verdict(Kind.INPUT)
     if node.op == "output":
@@ -378,6 +379,6 @@ def is_number(node: fx.Node) -> bool:
 
 
 def is_size_arithmetic(node: fx.Node) -> bool:
-    """A number computed from sizes, not from a tensor's data."""
+    """Whether the node computes a number from sizes, not from a tensor's data."""
     data = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.data_dependent_output in node.target.tags
     return is_number(node) and not data

@@ -1,4 +1,4 @@
-"""Small rewrites that make graphs shorter and equal layers equal. Each returns how many places it changed."""
+"""Small rewrites that shorten graphs and make equal layers equal. Each returns the number of changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def reaches_output(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose memory a result of the graph may share: the results, and what they are views or items of."""
+    """The nodes whose memory a result of the graph may share: the results, and the sources of their views and items."""
     found: set[fx.Node] = set()
     stack = list(graph.output_node().all_input_nodes)
     while stack:
@@ -30,7 +30,7 @@ def reaches_output(graph: fx.Graph) -> set[fx.Node]:
 
 
 def same_static_shape(a: Any, b: Any) -> bool:
-    """Equal dtype, device, sizes, strides, conjugate and negative bits, without adding a guard on a symbol."""
+    """Whether dtype, device, sizes, strides, conjugate and negative bits are equal. Adds no guard on a symbol."""
 
     def plain(t: torch.Tensor) -> tuple[Any, ...]:
         return tuple(s if isinstance(s, int) else str(s) for s in (*t.shape, *t.stride()))
@@ -42,7 +42,7 @@ def same_static_shape(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and a.device == b.device and len(a.shape) == len(b.shape) and plain(a) == plain(b)
 
 
-# Operators that give back their argument when it already has the shape, dtype and strides of the result.
+# Operators that return their argument's elements unchanged if shape, dtype and strides stay the same.
 _IDENTITIES = frozenset(
     {
         aten.view.default,
@@ -60,7 +60,7 @@ _IDENTITIES = frozenset(
 
 
 def remove_noops(module: fx.GraphModule) -> int:
-    """Drop views, copies and casts that change nothing and that no result of the graph may be."""
+    """Drop views, copies and casts that change nothing, unless a result of the graph may share their memory."""
     graph = module.graph
     kept = reaches_output(graph)
     changed = 0
@@ -73,7 +73,7 @@ def remove_noops(module: fx.GraphModule) -> int:
             continue
         source = node.args[0]
         if source.op == "placeholder" and not is_view(node.target):
-            continue  # a copy of an input guards against the input being written later
+            continue  # a copy protects its readers from later writes into the input
         if same_static_shape(node.meta.get("val"), source.meta.get("val")):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -82,7 +82,7 @@ def remove_noops(module: fx.GraphModule) -> int:
 
 
 def return_written(module: fx.GraphModule) -> int:
-    """A result that is a copy into an input is that input, which a group that computes the content may then write."""
+    """A result that is a copy into an input becomes the input, so that the group with the content may write it."""
     output = module.graph.output_node()
     written = [n for n in output.all_input_nodes if set(n.users) == {output} and is_write(n)]
     instead = {n: n.args[0] for n in written}
@@ -91,7 +91,7 @@ def return_written(module: fx.GraphModule) -> int:
 
 
 def _bounds(node: fx.Node) -> list[tuple[int, int]] | None:
-    """Start and end of each piece of a split; None where a size is symbolic."""
+    """The start and end of each piece of a split; None if a size is symbolic."""
     value = node.meta.get("val")
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     if not isinstance(value, (tuple, list)) or not isinstance(dim, int):
@@ -109,7 +109,7 @@ _SPLITS = frozenset(
 
 
 def split_to_slices(module: fx.GraphModule) -> int:
-    """A split whose pieces are picked one by one becomes slices, which groups can take singly; `unbind` likewise."""
+    """A split or `unbind` whose pieces are all picked one by one becomes slices, which groups include separately."""
     graph = module.graph
     changed = 0
     for node in list(graph.nodes):
@@ -140,7 +140,7 @@ def _unbind_to_selects(node: fx.Node) -> None:
 
 
 def _key(value: Any) -> Any:
-    """A hashable form of an argument that tells 1, 1.0 and True apart."""
+    """A hashable form of an argument, different for 1, 1.0 and True."""
     if isinstance(value, (list, tuple)):
         return tuple(_key(v) for v in value)
     if isinstance(value, slice):
@@ -158,7 +158,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _writes_midway(node: fx.Node) -> bool:
-    """Whether a call writes a tensor that calls after it may read."""
+    """Whether a call writes a tensor that later calls may read."""
     mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
     return mutable and not is_write_back(node)
 
@@ -173,10 +173,10 @@ def merge_equal(module: fx.GraphModule) -> int:
 
 
 def merge_joint(joint: fx.GraphModule) -> int:
-    """Compute equal calls of a joint graph once, before it is cut. Call `keep_results_apart` first.
+    """Compute equal calls of a joint graph once, before the partitioner cuts it. Call `keep_results_apart` first.
 
-    Calls between which some tensor is written are not equal. A tensor that shares memory with a result stays its own.
-    torch's cut does the same (`functorch.config.cse`), but imports all of TorchInductor for it: 0.3 s.
+    Calls with a write in between are not equal. A tensor that shares memory with a result stays separate. The
+    partitioner can do the same (`functorch.config.cse`), but imports all of TorchInductor for it: 0.3 s.
     """
     graph = joint.graph
     graph.eliminate_dead_code()
@@ -192,7 +192,7 @@ def merge_joint(joint: fx.GraphModule) -> int:
 
 
 def _merge(graph: fx.Graph, class_of: Callable[[fx.Node], int | None]) -> int:
-    """Compute equal calls of one class once; nodes without a class stay. How many went."""
+    """Compute equal calls of one class once; nodes whose class is None stay. Returns the number of removed nodes."""
     seen: dict[Any, fx.Node] = {}
     changed = 0
     for node in list(graph.nodes):
@@ -209,17 +209,17 @@ def _merge(graph: fx.Graph, class_of: Callable[[fx.Node], int | None]) -> int:
 
 
 def _is_arithmetic(node: fx.Node) -> bool:
-    """Whether a node computes a number of numbers by a function of Python, or of torch's for symbolic sizes."""
+    """Whether a node computes a number from numbers by a Python function, or by torch's for symbolic sizes."""
     own = getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
     return node.op == "call_function" and own and isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))
 
 
 def _memory(node: fx.Node) -> int | None:
-    """What tells the memory of a node's tensor from others'; None where it has none."""
+    """An identifier of the storage of a node's tensor; None without one."""
     value = node.meta.get("val")
     try:
         return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-    except NotImplementedError:  # a layout without a storage
+    except NotImplementedError:  # a layout without storage
         return None
 
 
@@ -261,7 +261,7 @@ def _gives_views(call: Any) -> bool:
 
 
 def drop_dead(module: fx.GraphModule) -> int:
-    """Remove calls whose results nobody reads and that do nothing else."""
+    """Remove calls whose results are unused and that have no side effects."""
     before = len(module.graph.nodes)
     module.graph.eliminate_dead_code(lambda n: n.is_impure() or is_ordered(n))
     return before - len(module.graph.nodes)

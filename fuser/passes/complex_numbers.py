@@ -1,9 +1,8 @@
-"""Complex arithmetic as arithmetic on real and imaginary parts, where real numbers are made of it or it of them.
+"""Rewrites complex arithmetic as arithmetic on real and imaginary parts, where real tensors enter or leave it.
 
 Kernels compute real numbers. A rotary embedding by `view_as_complex(x) * frequencies`, the magnitudes of a spectrum or
-a state-space model's kernel would run an operator at a time, each over the whole tensor. As parts they are fused with
-what surrounds them. What stays between complex operators of libraries, a product between two Fourier transforms say, is
-left to ATen.
+a state-space model's kernel would run one operator at a time over the whole tensor. As parts they fuse with their
+neighbours. Complex values between library operators, such as a product between two Fourier transforms, stay on ATen.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 class _Left(Exception):
-    """The calls stay as they are."""
+    """Raised to leave the calls as they are."""
 
 
 def complex_by_parts(module: fx.GraphModule) -> int:
-    """Complex arithmetic between real tensors is made of the real and imaginary parts."""
+    """Complex arithmetic that begins or ends with real tensors becomes arithmetic on real and imaginary parts."""
     nodes = [n for n in module.graph.nodes if n.target in _RULES and _touches_complex(n)]
     return sum(_rewrite(module.graph, group) for group in _connected(nodes)) if nodes else 0
 
@@ -47,7 +46,7 @@ def _touches_complex(node: fx.Node) -> bool:
 
 
 def _connected(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """The nodes in groups that complex values run between, each in the order of the graph."""
+    """The nodes in groups connected by complex values, each group in the order of the graph."""
     group = {n: n for n in nodes}
 
     def root(n: fx.Node) -> fx.Node:
@@ -66,7 +65,7 @@ def _connected(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def _is_worth_it(nodes: Sequence[fx.Node]) -> bool:
-    """Whether arithmetic gives real numbers, or several steps of it begin with them."""
+    """Whether the nodes compute a real result, or have several steps of arithmetic on values made of real tensors."""
     work = [n for n in nodes if n.target in _ARITHMETIC]
     ends = any(not _is_complex(n) for n in nodes)
     begins = any(n.target in _OF_REALS for n in nodes)
@@ -75,17 +74,17 @@ def _is_worth_it(nodes: Sequence[fx.Node]) -> bool:
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
 class _Parts:
-    """Writes the parts of complex values before the node that is rewritten."""
+    """Creates the parts of complex values before the node that is being rewritten."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.known: dict[fx.Node, Pair] = {}
         self.made: list[fx.Node] = []
         self.at: fx.Node
-        self.dtype = torch.float32  # of the parts of the result
+        self.dtype = torch.float32  # dtype of the result's parts
 
     def begin(self, node: fx.Node) -> None:
-        """Write before `node` from now on."""
+        """Insert new nodes before `node` from now on."""
         self.at, value = node, node.meta["val"]
         dtypes = [n.meta["val"].dtype for n in (node, *node.all_input_nodes) if _is_complex(n)]
         self.dtype = _REAL.get(value.dtype, _REAL[dtypes[0]])
@@ -94,7 +93,7 @@ class _Parts:
         before = self.at.prev
         try:
             node = Writer(self.at)(target, *args, **kwargs)
-        except Exception as error:  # a view of other strides
+        except Exception as error:  # such as a view that the strides do not allow
             if self.at.prev is not before:
                 self.graph.erase_node(self.at.prev)
             raise _Left from error
@@ -102,11 +101,11 @@ class _Parts:
         return node
 
     def number(self, size: Any, value: float) -> fx.Node:
-        """A tensor of one number."""
+        """A tensor filled with one number."""
         return self(aten.full.default, size, value, dtype=self.dtype, device=self.at.meta["val"].device)
 
     def of(self, value: Any) -> Pair:
-        """The parts of an operand, in the dtype of the result's."""
+        """The parts of an operand, in the dtype of the result's parts."""
         if not isinstance(value, fx.Node):
             number = complex(value)
             return number.real, number.imag
@@ -122,7 +121,7 @@ class _Parts:
         return self.cast(real), self.cast(imaginary)
 
     def cast(self, part: Part) -> Part:
-        """A part in the dtype of the result's."""
+        """A part in the dtype of the result's parts."""
         if not isinstance(part, fx.Node) or part.meta["val"].dtype is self.dtype:
             return part
         return self(aten._to_copy.default, part, dtype=self.dtype)
@@ -154,7 +153,7 @@ class _Parts:
         return self(target, b, a) if isinstance(b, fx.Node) else of_numbers()
 
     def node(self, part: Part, like: fx.Node) -> fx.Node:
-        """A part as a tensor of the sizes of `like`."""
+        """A part as a tensor with the sizes of `like`."""
         return part if isinstance(part, fx.Node) else self(aten.full_like.default, like, part)
 
 
@@ -197,7 +196,7 @@ def _checked(node: fx.Node, new: fx.Node) -> fx.Node:
 
 
 def _joined(parts: _Parts, node: fx.Node, pair: Pair) -> fx.Node:
-    """A complex tensor of two parts, with the strides of `node`."""
+    """A complex tensor made of two parts, with the strides of `node`."""
     value = node.meta["val"]
     like = next((p for p in pair if isinstance(p, fx.Node)), None)
     if like is None:
@@ -234,7 +233,7 @@ def _mul(p: _Parts, a: Any, b: Any) -> Pair:
 
 
 def _div(p: _Parts, a: Any, b: Any) -> Pair:
-    """Scaled by the larger part of the divisor, so that its square neither overflows nor vanishes."""
+    """Divide, scaled by the larger part of the divisor, so that its square neither overflows nor underflows."""
     (x, y), (u, v) = p.of(a), p.of(b)
     if not isinstance(u, fx.Node):
         like = next(part for part in (x, y) if isinstance(part, fx.Node))
@@ -327,7 +326,7 @@ def _clone(p: _Parts, a: Any, **_: Any) -> Pair:
 
 
 def _each(target: Any) -> Callable[..., Any]:
-    """The rule of what does the same to both parts."""
+    """The rule for an operator that applies to each part separately."""
 
     def rule(p: _Parts, a: Any, *args: Any, **kwargs: Any) -> Pair:
         if "dtype" in kwargs:
@@ -339,7 +338,7 @@ def _each(target: Any) -> Callable[..., Any]:
 
 
 def _each_of(target: Any) -> Callable[..., Any]:
-    """The same of what joins a list."""
+    """The rule for an operator that joins a list, applied to each part separately."""
 
     def rule(p: _Parts, tensors: Any, *args: Any) -> Pair:
         pairs = [p.of(t) for t in tensors]

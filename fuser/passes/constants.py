@@ -1,7 +1,7 @@
-"""What a part of dynamo's graph gives that is made of numbers alone: masks and biases of attention, mostly.
+"""Evaluates parts of Dynamo's graph that are made of numbers alone, mostly masks and biases of attention.
 
-`torch.tril(torch.ones(t, t))`, comparisons of `arange`s and the like are run once, on the CPU. Their values say
-what they mean, however they are spelled.
+`torch.tril(torch.ones(t, t))`, comparisons of `arange`s and the like run once, on the CPU. The values show what a mask
+is, however it is spelled.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fuser.passes.calls import value_of, writes
 from fuser.passes.hints import are_numbers
 
-LARGEST = 1 << 24  # elements of any tensor on the way
+LARGEST = 1 << 24  # elements of any intermediate tensor
 _MOST_NODES = 32
 
 
 def evaluated(node: Any) -> torch.Tensor | None:
-    """The value on the CPU of a node that depends on no input; None for any other, and for what is too large."""
+    """The value, on the CPU, of a node that depends on no input; None for other nodes, or if a tensor is too large."""
     order = _made_of(node)
     if order is None:
         return None
@@ -30,7 +30,7 @@ def evaluated(node: Any) -> torch.Tensor | None:
             for n in order:
                 args, kwargs = fx.map_arg((n.args, n.kwargs), known.__getitem__)
                 known[n] = _run(n, args, {k: "cpu" if k == "device" else v for k, v in kwargs.items()})
-    except Exception:  # a device by position, a dtype that the CPU lacks: not worth a rule
+    except Exception:  # a device given by position, a dtype that the CPU lacks: too rare for a rule
         return None
     found = known[node]
     value = value_of(node)
@@ -39,7 +39,7 @@ def evaluated(node: Any) -> torch.Tensor | None:
 
 
 def _made_of(node: Any) -> list[fx.Node] | None:
-    """A node and all it is made of, in order; None if there is an input, a write or an open size among them."""
+    """A node and all nodes that it depends on, in order; None if an input, a write or an unknown size is among them."""
     found: dict[fx.Node, None] = {}
     waiting = [node]
     while waiting:
@@ -56,7 +56,7 @@ def _made_of(node: Any) -> list[fx.Node] | None:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a node makes a tensor of known and moderate size, always the same, and nobody writes into it."""
+    """Whether a node makes a tensor of known, moderate size, always the same, that no node writes into."""
     value = value_of(node)
     if value is None or not are_numbers(*value.shape, *value.stride()) or distinct(value).numel() > LARGEST:
         return False
@@ -69,7 +69,7 @@ _DEVICES = ("cuda", "cpu")
 
 
 def distinct(t: torch.Tensor) -> torch.Tensor:
-    """A tensor without repetitions: the dims that it was expanded along have one element."""
+    """A tensor without repetitions: dims of stride 0 are reduced to one element."""
     for d, (size, stride) in enumerate(zip(t.shape, t.stride())):
         t = t.narrow(d, 0, 1) if stride == 0 and size > 1 else t
     return t

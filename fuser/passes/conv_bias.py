@@ -1,6 +1,6 @@
-"""On CUDA the bias of a convolution is added by the kernel that reads the convolution's result.
+"""On CUDA a convolution's bias is added by the kernel that reads the convolution's result.
 
-cuDNN's convolution adds none: ATen goes over its result once more for that.
+cuDNN's convolution has no bias: ATen adds it in another pass over the result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _is_biased(node: fx.Node) -> bool:
-    """Whether a node is a convolution of real numbers on CUDA with a bias, whose result some kernel reads."""
+    """Whether a node is a real convolution on CUDA with a bias, and some kernel reads its result."""
     if node.target is not aten.convolution.default or node.kwargs or not isinstance(node.args[2], fx.Node):
         return False
     value: Any = node.meta.get("val")

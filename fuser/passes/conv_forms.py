@@ -1,9 +1,9 @@
-"""In which order of memory a convolution on the CPU is fast: its forms, and one contest for each class.
+"""The forms in which the CPU can compute a convolution, and a contest between them for each class of convolutions.
 
-The forms of a two-dimensional convolution, transposed or not, and of its gradients: images in the usual order or in
+The forms of a two-dimensional convolution, transposed or not, and of its gradients: images contiguous or in
 channels-last, and for 1x1 convolutions a product over the channels of all points (`LINEAR`). With a frozen weight the
-channels-last form may take it packed. Contests run on as few images as `_MOST_WORK` multiplications a thread need; on
-more where weights are larger than images, since oneDNN turns weights at each call.
+channels-last form may use a packed weight. A contest runs on as few images as needed for `_MOST_WORK` multiplications
+per thread. It runs on more if weights are larger than images, since oneDNN reorders weights at each call.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ aten = torch.ops.aten
 USUAL, LAST, LINEAR, PACKED = "contiguous", "channels last", "linear", "channels last, packed"
 LEAST_LINEAR = 1 << 22  # multiplications of a 1x1 convolution that becomes a product
 _MOST_WORK = 1 << 26
-_MOST_HEAVY = 4  # images of a contest, whatever the work, if the weights are larger
-_COPIED = 1 << 18  # elements of the copy by which the rate of copies is measured
+_MOST_HEAVY = 4  # images of a contest, however large the work, if the weights are larger than the images
+_COPIED = 1 << 18  # elements of the copy that measures copying speed
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """A class of convolutions of x (n, c, h, w). `mask`: which gradients, of the convolution's gradients.
+    """A class of convolutions of x (n, c, h, w). `mask`: which gradients, for a convolution's gradients.
 
-    out: (channels, height, width). weight_last: the weight is in channels-last, and so is what the usual form gives.
+    out: (channels, height, width).
     """
 
     x: tuple[int, ...]
@@ -53,22 +53,22 @@ class Convolution:
 
     @property
     def work(self) -> int:
-        """Multiplications."""
+        """Number of multiplications."""
         points = self.x if self.transposed else self.out
         return self.x[0] * math.prod(points[-2:]) * math.prod(self.weight)
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether it looks at single points, and is large enough for a product of its own."""
+        """Whether it is a 1x1 convolution that is large enough to become a product."""
         alone = self.weight[2:] == (1, 1) and not any(self.padding) and self.groups == 1 and not self.transposed
         return alone and self.mask is None and self.work >= LEAST_LINEAR and self.dtype is torch.float32
 
     def key(self) -> str:
-        """What convolutions of one class have in common: all but images beyond those of a contest."""
+        """The key that convolutions of one class share: everything but the number of images beyond a contest's."""
         return repr((self._images(), self.x[1:], *list(self.__dict__.values())[1:]))
 
     def _images(self) -> int:
-        """How many images compete: more than one where turning the weights, once a call, takes as long as they do."""
+        """Number of images in the contest: several if reordering the weights, once a call, costs as much as they do."""
         image = math.prod(self.x[1:]) + math.prod(self.out)
         heavy = min(_MOST_HEAVY, math.prod(self.weight) // max(image, 1) + 1)
         return max(1, min(self.x[0], max(heavy, _MOST_WORK * torch.get_num_threads() * self.x[0] // max(self.work, 1))))
@@ -82,7 +82,7 @@ class Convolution:
         return f"{kind} of {sizes[0]} with {sizes[1]}{step}{groups} {str(self.dtype)[6:]}"
 
     def settings(self) -> tuple[Any, ...]:
-        """The operator's arguments behind the bias, or behind the bias's sizes."""
+        """The operator's arguments after the bias, or after the bias's sizes."""
         lists = map(list, (self.stride, self.padding, self.dilation))
         return (*lists, self.transposed, list(self.output_padding), self.groups)
 
@@ -91,7 +91,7 @@ _convolutions = Decisions("convolution")
 
 
 def seconds(c: Convolution) -> dict[str, float]:
-    """Seconds of each form of a class; nothing where the contest could not be held."""
+    """Seconds of each form of a class; empty if the contest could not be held."""
     names = [USUAL, LAST]
     names += [LINEAR] if c.is_pointwise and linear_op() is not None else []
     names += [PACKED] if c.frozen and not c.transposed and c.mask is None and pack_op() is not None else []
@@ -101,7 +101,7 @@ def seconds(c: Convolution) -> dict[str, float]:
 
 
 def pack_op() -> Any:
-    """oneDNN's reordering of a convolution's weight; None where this torch has none or it is switched off."""
+    """oneDNN's reordering of a convolution's weight; None if this torch has none or oneDNN is switched off."""
     packet = getattr(torch.ops.mkldnn, "_reorder_convolution_weight", None) if linear_op() is not None else None
     return getattr(packet, "default", None)
 
@@ -113,7 +113,7 @@ def pack(c: Convolution) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def packed_convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, *settings: Any) -> torch.Tensor:
-    """`aten.convolution` of a packed weight, for arguments in its order."""
+    """`aten.convolution` with a packed weight, for arguments in its order."""
     stride, padding, dilation, _, _, groups = settings
     op = torch.ops.mkldnn._convolution_pointwise.default
     made: torch.Tensor = op(x, weight, bias, padding, stride, dilation, groups, "none", [], "")
@@ -166,7 +166,7 @@ _copies = Decisions("copy")
 
 
 def seconds_a_byte() -> float:
-    """How long it takes to put a byte into another order of memory, as measured by a copy to channels-last."""
+    """Seconds per byte of a change of memory order, as measured by a copy to channels-last."""
 
     def enter() -> dict[str, Contestant]:
         x = numbers(_COPIED, torch.float32, 0).view(1, 64, 64, -1)

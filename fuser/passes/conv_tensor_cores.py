@@ -1,15 +1,15 @@
-"""Convolutions on CUDA in channels-last memory, which tensor cores read.
+"""Runs convolutions on CUDA in channels-last memory, which tensor cores read.
 
-cuDNN turns images of the usual order before and after such a convolution. On an H200, bias included, in the usual order
-and in channels-last, ms: 128 images of 8x128x128 to 64 channels, TF32, 1.10 and 0.78; 64 of 64x56x56 0.21 and 0.14; 64
-of 256x28x28 0.28 and 0.22; the first in bfloat16 1.43 and 0.95. In float32 without TF32 channels-last is slower: 1.09
-and 1.48, 0.44 and 0.49, 0.65 and 2.02. On an H100, a transposed convolution by 2 of 128 images of 64x64x64 to 128
-channels takes 0.70 in TF32, and the turning of its result 1.04 more.
+cuDNN reorders contiguous images before and after such a convolution. On an H200, bias included, contiguous and in
+channels-last, ms: 128 images of 8x128x128 to 64 channels, TF32, 1.10 and 0.78; 64 of 64x56x56 0.21 and 0.14; 64 of
+256x28x28 0.28 and 0.22; the first in bfloat16 1.43 and 0.95. In float32 without TF32 channels-last is slower: 1.09 and
+1.48, 0.44 and 0.49, 0.65 and 2.02. On an H100, a transposed convolution by 2 of 128 images of 64x64x64 to 128 channels
+takes 0.70 in TF32, and reordering its result takes 1.04 more.
 
-A graph is converted as a whole: what stands between two convolutions follows their order, and copies are made where
-images enter, leave, or meet an operator that takes the usual order alone. It is converted if these copies move less
-than cuDNN's own turning would. Training stays: ResNet-50's step, 32 images in float32, took 137 ms, 19 without. So do
-graphs with grouped convolutions, which were not timed.
+A graph is converted as a whole. Operators between two convolutions follow their order. Copies are made where images
+enter, leave, or meet an operator that supports only contiguous images. The graph is converted if these copies move
+fewer bytes than cuDNN's reordering would. Training is not converted: ResNet-50's step, 32 images in float32, took 137
+ms, and 19 without. Nor are graphs with grouped convolutions, which were not timed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fuser.passes.hints import are_numbers
 from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
 
 aten = torch.ops.aten
-_MOST_COPIED = 0.6  # of the bytes that convolutions read and write: the copies of what no kernel stores
-_LEAST = 32 << 20  # bytes that each convolution reads and writes on average: with fewer, launches of copies weigh more
-_FEWEST = 4  # convolutions for each copy, from which on their bytes do not matter
+_MOST_COPIED = 0.6  # share of the bytes that convolutions read and write, for copies that no kernel stores
+_LEAST = 32 << 20  # bytes that a convolution reads and writes on average; with fewer, launches of copies dominate
+_FEWEST = 4  # convolutions per copy from which their bytes do not matter
 
 
 def _takes_tf32() -> bool:
-    """Whether cuDNN may round factors of float32 to TF32."""
+    """Whether cuDNN may round float32 operands to TF32."""
     try:
         return torch.backends.cudnn.enabled and torch.backends.cudnn.allow_tf32
     except RuntimeError:  # old and new settings are mixed
@@ -39,7 +39,7 @@ def _takes_tf32() -> bool:
 
 
 def _images(node: fx.Node) -> tuple[Any, Any, Any] | None:
-    """What a two-dimensional convolution reads, its weight, and its result."""
+    """The input, the weight and the result of a two-dimensional convolution; None for other nodes."""
     return (node.args[0], node.args[1], node) if node.target is aten.convolution.default and not node.kwargs else None
 
 
@@ -53,13 +53,13 @@ def _is_trained(graph: fx.Graph) -> bool:
 
 
 def _turned(node: fx.Node) -> int:
-    """The bytes that cuDNN would turn: none for a convolution of single points."""
+    """The bytes that cuDNN would reorder: none for a 1x1 convolution."""
     x, weight, result = _images(node) or (node,) * 3
     return _bytes(x, result) if tuple(weight.meta["val"].shape[2:]) != (1, 1) else 0
 
 
 def _is_for_tensor_cores(node: fx.Node, tf32: bool) -> bool:
-    """Whether a convolution is two-dimensional, on CUDA, and of a dtype that tensor cores take."""
+    """Whether a convolution is two-dimensional, on CUDA, and of a dtype that tensor cores support."""
     values: list[Any] = [a.meta.get("val") for a in _images(node) or ()]
     plain = all(isinstance(v, torch.Tensor) and v.dim() == 4 and are_numbers(*v.shape) and v.numel() for v in values)
     if not values or not plain:
@@ -77,7 +77,7 @@ def _called(walk: Relayout, x: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _convert(walk: Relayout, node: fx.Node) -> bool:
-    """Have a convolution read channels-last images. False where another library makes it."""
+    """Make a convolution read channels-last images. False if its result is not channels-last, as of another library."""
     with walk.graph.inserting_before(node):
         new = _called(walk, walk.in_format(node.args[0], torch.channels_last), node)  # type: ignore[arg-type]
     walk.replace(node, new)
@@ -85,7 +85,7 @@ def _convert(walk: Relayout, node: fx.Node) -> bool:
 
 
 def tensor_cores_channels_last(module: fx.GraphModule) -> int:
-    """On CUDA, inference graphs with convolutions that tensor cores make run in channels-last memory."""
+    """On CUDA, inference graphs whose convolutions run on tensor cores are converted to channels-last memory."""
     tf32, mode = _takes_tf32(), fake_mode_of(module.graph)
     convolutions = [n for n in module.graph.nodes if _images(n) is not None]
     if not convolutions or mode is None or config.numerics == "eager" or config.convolution_layout == "eager":

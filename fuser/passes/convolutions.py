@@ -1,11 +1,11 @@
-"""Convolutional nets on the CPU in channels-last memory, where that is faster.
+"""Runs convolutional nets on the CPU in channels-last memory, where that is faster.
 
-oneDNN takes and gives any order; in channels-last the first convolution, transposed ones, the poolings and the 1x1
-convolutions, which become products, often run in half the time or less. A contest says how long each form of each
-convolution takes on this machine (`conv_forms`). The graph is converted if that gains more than the copies cost that it
-needs where images enter and leave. `config.convolution_layout = "channels_last"` goes by a rule instead: graphs of two
-convolutions or more are converted; where the weights outweigh the images, as in the last blocks, oneDNN turns small
-images more cheaply than large weights, and the convolution keeps the usual order.
+oneDNN supports any order. In channels-last the first convolution, transposed ones, poolings and 1x1 convolutions, which
+become products, often take half the time or less. A contest measures each form of each convolution on this machine
+(`conv_forms`). The graph is converted if that gains more than the copies cost where images enter and leave.
+`config.convolution_layout = "channels_last"` uses a rule instead: graphs of two or more convolutions are converted. If
+weights are larger than images, as in the last blocks, oneDNN reorders small images faster than large weights, and the
+convolution stays contiguous.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from fuser.passes.onednn import PACKED as PACKED_MARK
 from fuser.passes.providers import linear_op, takes_dtype
 
 aten = torch.ops.aten
-_FEWEST = 2  # convolutions, by the rule
-_HEAVY_WEIGHTS = 4  # times the images
-_MOST_COPIED = 0.25  # of the bytes that convolutions read and write
-# Of the convolutions' time. What contests do not see is for channels-last: in the usual order oneDNN copies images into
-# fresh memory.
+_FEWEST = 2  # convolutions; for the rule
+_HEAVY_WEIGHTS = 4  # weights this many times larger than the images
+_MOST_COPIED = 0.25  # share of the bytes that convolutions read and write
+# Share of the convolutions' time. Contests miss an advantage of channels-last: with contiguous images oneDNN copies
+# into fresh memory.
 _LEAST_GAIN = 0.02
-_CALL = 2e-6  # seconds of a kernel that copies nearly nothing
+_CALL = 2e-6  # seconds of a kernel that copies almost nothing
 
 
 def _is_plain_conv(node: fx.Node) -> bool:
-    """A two-dimensional convolution of dense images on the CPU."""
+    """Whether a node is a two-dimensional convolution of dense images on the CPU."""
     if node.op != "call_function" or node.target is not aten.convolution.default or node.kwargs:
         return False
     return _are_images(node.args[0], node)
 
 
 def _are_images(*nodes: Any) -> bool:
-    """Whether these are stacks of images on the CPU that oneDNN takes, of known sizes and none of them empty."""
+    """Whether the nodes are non-empty batches of images on the CPU, of known sizes, that oneDNN supports."""
     values = [n.meta.get("val") if isinstance(n, fx.Node) else None for n in nodes]
     return all(
         isinstance(v, torch.Tensor) and v.dim() == 4 and are_numbers(*v.shape) and v.numel()
@@ -73,13 +73,13 @@ def _as_linear(walk: Relayout, node: fx.Node) -> fx.Node:
     product = walk.call(linear_op(), rows, matrix, bias, "none", [], "")
     images = walk.call(aten.view.default, product, [n, height, width, out])
     result = walk.call(aten.permute.default, images, [0, 3, 1, 2])
-    for view in (images, result):  # inside of groups their sizes would make equal blocks differ
+    for view in (images, result):  # inside groups their sizes would make equal blocks differ
         view.meta["outside"] = True
     return result
 
 
 def _is_plain_backward(node: fx.Node) -> bool:
-    """The gradients of such a convolution."""
+    """Whether a node computes the gradients of such a convolution."""
     if node.op != "call_function" or node.target is not aten.convolution_backward.default or node.kwargs:
         return False
     return _are_images(node.args[0], node.args[1])
@@ -87,7 +87,7 @@ def _is_plain_backward(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Plan:
-    """In which form each convolution runs, and the seconds that this saves if copies are free; None if nobody knows."""
+    """The form of each convolution, and the seconds that the forms save without copies; None if not measured."""
 
     forms: dict[fx.Node, str]
     saved: float | None = None
@@ -95,7 +95,7 @@ class _Plan:
 
 
 def class_of(node: fx.Node) -> Convolution:
-    """What a convolution's times depend on; the arguments of its gradients are one place further right."""
+    """The class of a convolution or of its gradients, whose arguments come one position later."""
     backward = node.target is aten.convolution_backward.default
     first = 1 if backward else 0
     x, w = node.args[first : first + 2]
@@ -118,7 +118,7 @@ def _is_last(node: Any) -> bool:
 
 
 def _by_rule(found: list[fx.Node]) -> _Plan:
-    """The usual order where weights outweigh images, else channels-last, and products for 1x1 convolutions."""
+    """Contiguous if weights outweigh images, else channels-last; products for 1x1 convolutions."""
     return _Plan({node: _form_by_rule(node) for node in found})
 
 
@@ -138,9 +138,10 @@ def _images_of(node: fx.Node) -> tuple[Any, Any]:
 
 
 def _by_times(found: list[fx.Node]) -> _Plan:
-    """The fastest form of each, where one in the usual order costs copies of its images.
+    """The fastest form of each convolution, where a contiguous one also costs copies of its images.
 
-    A convolution whose contest had no verdict goes by the rule and counts as nothing saved, all if none had one.
+    Without a verdict of its contest, a convolution follows the rule and counts as saving nothing. If no contest had a
+    verdict, all follow the rule.
     """
     forms, saved, before = {}, 0.0, 0.0
     rate = conv_forms.seconds_a_byte()
@@ -181,7 +182,7 @@ def _convert_backward(walk: Relayout, node: fx.Node, form: str) -> None:
 
 
 def convolutions_channels_last(module: fx.GraphModule) -> int:
-    """Run the convolutions of a graph, and what is around them, in channels-last memory where that is faster."""
+    """Run a graph's convolutions and their neighbours in channels-last memory, if that is faster."""
     found = [n for n in module.graph.nodes if _is_plain_conv(n)]
     mode = fake_mode_of(module.graph)
     if not found or mode is None or config.numerics == "eager" or config.convolution_layout == "eager":
@@ -214,7 +215,7 @@ def convolutions_channels_last(module: fx.GraphModule) -> int:
 
 
 def _is_worth_it(plan: _Plan, walk: Relayout, most: float) -> bool:
-    """Whether the copies in between cost less than the convolutions gain."""
+    """Whether the conversion's copies cost less than the convolutions gain."""
     if plan.saved is None:
         return walk.copied <= most
     copies = walk.copied * conv_forms.seconds_a_byte() + walk.calls * _CALL

@@ -1,7 +1,7 @@
-"""Matmuls on CUDA with what cuBLASLt does behind them: a bias for each column, and gelu's tanh form.
+"""Matmuls on CUDA with cuBLASLt's epilogues: a bias per column, and gelu's tanh form.
 
-`_addmm_activation(bias, x, w, use_gelu=True)` is one call of cuBLASLt where it can take the operands, and addmm with a
-gelu after it where it cannot. Halves only: cuBLASLt's gelu has the error of a half. A relu is left to a kernel, since
+`_addmm_activation(bias, x, w, use_gelu=True)` is one call of cuBLASLt if it supports the operands, else addmm followed
+by gelu. Only for 16-bit floats: cuBLASLt's gelu has the error of a 16-bit float. A relu stays in a kernel, since
 nothing says that cuBLASLt's keeps NaN.
 """
 
@@ -25,14 +25,14 @@ _KEEP_COLUMNS = frozenset({aten.view.default, aten._unsafe_view.default, aten.re
 
 
 def _value(node: Any) -> torch.Tensor | None:
-    """The recorded dense CUDA tensor of a node."""
+    """The recorded dense CUDA tensor of a node, or None."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cuda"
     return value if plain else None
 
 
 def _is_bias(node: Any, columns: Any, dtype: torch.dtype) -> bool:
-    """Whether a node holds one number of `dtype` for each of `columns` columns; equality adds no guard."""
+    """Whether a node has one element of `dtype` for each of `columns` columns. The comparison adds no guard."""
     value = _value(node)
     if value is None or value.dim() != 1 or value.dtype is not dtype:
         return False
@@ -40,7 +40,7 @@ def _is_bias(node: Any, columns: Any, dtype: torch.dtype) -> bool:
 
 
 def _keeps_columns(node: fx.Node, matmul: fx.Node) -> bool:
-    """Whether `node` is the matmul's result, seen with other leading sizes."""
+    """Whether `node` is the matmul's result with other leading sizes."""
     columns = matmul.meta["val"].shape[-1]
     while node is not matmul:
         value = _value(node)
@@ -53,7 +53,7 @@ def _keeps_columns(node: fx.Node, matmul: fx.Node) -> bool:
 
 
 def _bias_of(add: fx.Node, matmul: fx.Node) -> fx.Node | None:
-    """The bias if `add` adds one to each column of `matmul`."""
+    """The bias, if `add` adds one to each column of `matmul`; else None."""
     value = matmul.meta["val"]
     if add.target is not aten.add.Tensor or add.kwargs or len(add.args) != 2:
         return None
@@ -68,7 +68,7 @@ def _is_gelu(node: fx.Node | None) -> bool:
 
 
 def is_left_alone(node: fx.Node) -> bool:
-    """Whether no kernel reads a node's result, so that computing it in a kernel would mean writing and reading it."""
+    """Whether no kernel reads a node's result, so that a kernel for its epilogue would read and write it once more."""
     for user in node.users:
         if is_view(user.target):
             if not is_left_alone(user):
@@ -83,7 +83,7 @@ def _comes_before(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _fold_bias(node: fx.Node) -> fx.Node | None:
-    """`mm` and the addition of a bias that alone reads it as `addmm`, where no kernel goes on from there."""
+    """The `addmm` for an `mm` whose only reader adds a bias; None for others, or if a kernel fuses the addition."""
     add = only_reader(node)
     bias = _bias_of(add, node) if add is not None else None
     if add is None or bias is None or not _comes_before(bias, node):
@@ -99,7 +99,7 @@ def _fold_bias(node: fx.Node) -> fx.Node | None:
 
 
 def _fold_gelu(node: fx.Node) -> bool:
-    """`addmm` with a gelu that alone reads it as one call."""
+    """Fold a gelu that is the only reader of an `addmm` into its call. Returns whether that was possible."""
     reader = only_reader(node)
     value = _value(node)
     if reader is None or not _is_gelu(reader) or value is None or value.dtype not in _HALVES or node.kwargs:
@@ -116,7 +116,7 @@ def _fold_gelu(node: fx.Node) -> bool:
 
 
 def fold_into_cublas(module: fx.GraphModule) -> int:
-    """On CUDA, a bias and a gelu (tanh form) that alone read a matmul become part of cuBLASLt's call."""
+    """On CUDA, a bias and a gelu (tanh form) become part of cuBLASLt's call if nothing else reads the matmul."""
     if config.numerics == "eager":
         return 0
     changed = 0

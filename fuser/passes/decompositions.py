@@ -1,4 +1,4 @@
-"""Which composite operators AOTAutograd takes apart: those that neither a kernel nor a library call does whole."""
+"""Which composite operators AOTAutograd decomposes: those that neither a kernel nor a library computes whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from fuser import compiler
 from fuser.passes.classify import LIBRARY, op_name
 
-# Kept whole for ATen: their decompositions gather element by element or rebuild what a library does in one pass.
+# Kept whole for ATen: their decompositions gather element by element, or replace one pass of a library by many.
 _KEPT_FOR_ATEN = frozenset(
     (
         "aten._scaled_dot_product_attention_math aten.upsample_bicubic2d aten.upsample_bilinear2d "
@@ -39,10 +39,10 @@ FROM_OUTSIDE: dict[Any, Callable[..., Any]] = {}  # by overload; see `extending.
 
 @functools.cache
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
-    """The table for AOTAutograd: torch's core decompositions without the operators that are kept whole.
+    """The table for AOTAutograd: torch's core decompositions, without operators that are kept whole.
 
-    Composites that the dispatcher takes apart while tracing need no row. `core_aten_decompositions` lists them all the
-    same, and finding them costs 0.08 s of the first compilation.
+    Composites that the dispatcher decomposes during tracing need no row. `core_aten_decompositions` lists them anyway,
+    and finding them costs 0.08 s of the first compilation.
     """
     import torch._decomp as decomp
 
@@ -66,7 +66,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
 
 
 def decomposition_of(op: Any) -> Callable[..., Any] | None:
-    """What `decomposition_table` has for one overload. Operators that are kept whole do not ask for the table."""
+    """The entry of `decomposition_table` for one overload, or None. Operators kept whole do not build the table."""
     if op in FROM_OUTSIDE or op in _FAST:
         return FROM_OUTSIDE.get(op) or _FAST[op]
     if op is not torch.ops.aten.rrelu_with_noise_functional.default and _is_kept(op_name(op)):
@@ -84,26 +84,26 @@ def _is_kept(name: str) -> bool:
 
 
 def _row_major(general: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `general` gives, row-major as eager's kernel gives it."""
+    """The result of `general`, row-major as in eager."""
     return general(*args, **kwargs).contiguous()
 
 
 def _unless_on_cpu(general: Callable[..., Any], grad: Any, *args: Any) -> Any:
-    """What `general` gives; on the CPU ATen's kernel is twice to four times as fast as its choices and sums."""
+    """The result of `general`; on the CPU ATen's kernel is two to four times as fast as its selections and sums."""
     return NotImplemented if grad.device.type == "cpu" else general(grad, *args)
 
 
 def _rrelu(functional: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of a row-major tensor: eager's kernel gives one for each, the functional operator one like its argument."""
+    """Decompose for a tensor that is not row-major: eager's result is row-major, the functional operator's is not."""
     return NotImplemented if x.is_contiguous() else functional(x.contiguous(), *args, **kwargs)
 
 
 def _unfold_backward(
     general: Callable[..., Any], grad: Any, input_size: Sequence[Any], dim: int, size: Any, step: Any
 ) -> Any:  # fmt: skip
-    """Windows that do not overlap lie side by side, with zeros between: nothing is added, so -0 stays -0 as in eager.
+    """Place windows that do not overlap side by side, with zeros between: nothing is added, so -0 stays -0 as in eager.
 
-    `general`: torch's own, for all others.
+    `general`: torch's decomposition, for overlapping windows and symbolic sizes.
     """
     d = dim % max(len(input_size), 1)
     numbers = (*input_size, *grad.shape, size, step)
@@ -114,5 +114,5 @@ def _unfold_backward(
         return general(grad, input_size, dim, size, step)
     pad = torch.ops.aten.constant_pad_nd.default
     rows = pad(grad, [0, step - size]).movedim(-1, d + 1).flatten(d, d + 1)
-    missing = input_size[d] - windows * step  # of the last window's zeros there may be too many, or too few
+    missing = input_size[d] - windows * step  # the last window's zeros may be too many or too few
     return pad(rows, [0, 0] * (len(input_size) - 1 - d) + [0, missing]).contiguous()

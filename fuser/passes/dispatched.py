@@ -1,11 +1,11 @@
-"""Operators that torch's dispatcher takes apart while a graph is traced, and what is traced in their place.
+"""Operators that torch's dispatcher decomposes during tracing, and the calls that are traced instead.
 
-No table of decompositions reaches them: the dispatcher calls functions in Python that stand for autograd's key, or
-composite kernels. Images made larger or smaller would become look-ups of each element, up to five times as slow as
-ATen's kernels, and circular pads chains of masked writes; on the CPU the first stay whole, and the second become joins.
-On other devices such images are taken apart, and get the layout that eager's kernels give them; on CUDA large ones stay
-whole. A dropout that drops nothing would become a copy, where eager returns its input. Classes as vectors would have
-the strides of their numbers, and 1-d pools without gradients the order of their input, where eager's are row-major.
+No decomposition table reaches them: the dispatcher calls Python functions registered for autograd's key, or composite
+kernels. Resized images would become gathers for each element, up to five times as slow as ATen's kernels. They stay
+whole on the CPU, and on CUDA if they are large; other ones are decomposed and get eager's layout. Circular pads would
+become chains of masked writes; on the CPU they become joins. A dropout that drops nothing would become a copy, where
+eager returns its input. One-hot vectors would have the strides of their indices, and 1-d pools without gradients the
+order of their input; eager's are row-major.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ RESIZING = (
     "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
     "_upsample_lanczos2d_aa",
 )  # fmt: skip
-# Places of a result's image, for each multiprocessor, from which on ATen's kernel for CUDA is faster.
+# Number of points of a result's image, per multiprocessor, from which ATen's CUDA kernel is faster.
 _PLACES = {aten.upsample_bilinear2d.default: 768, aten.upsample_bicubic2d.default: 160}
-WHOLE = ("multilabel_margin_loss_forward",)  # what stands for it counts labels behind the end of a row
+WHOLE = ("multilabel_margin_loss_forward",)  # torch's replacement counts labels behind the end of a row
 _lock = forks.lock()
 _inside = 0
-_before: dict[Any, dict[Any, Callable[..., Any]]] = {}  # an overload's own functions, while others stand for them
+_before: dict[Any, dict[Any, Callable[..., Any]]] = {}  # an overload's own functions, while others replace them
 
 
 @contextlib.contextmanager
 def in_fast_forms() -> Iterator[None]:
-    """Trace a graph in this block: these operators are traced as calls that are fast. Blocks may be open in threads."""
+    """In this block, tracing records these operators as faster calls. Several threads may be in such blocks."""
     global _inside
     with _lock:
         if not _inside:
@@ -49,7 +49,7 @@ def in_fast_forms() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _inside = max(_inside - 1, 0)  # 0 already in a child that was forked in this block
+            _inside = max(_inside - 1, 0)  # 0 already in a child that was forked inside this block
             if not _inside:
                 _put_back()
 
@@ -72,7 +72,7 @@ def _own(overload: Any) -> dict[Any, Callable[..., Any]]:
 
 
 def _stand(overload: Any, kernels: dict[Any, Callable[..., Any]]) -> None:
-    """Put `kernels` in the place of an overload's functions, which are kept."""
+    """Replace an overload's Python kernels by `kernels`; its own are kept in `_before`."""
     _before.setdefault(overload, _own(overload))
     for key in KEYS:
         overload.py_kernels.pop(key, None)
@@ -88,16 +88,17 @@ def _put_back() -> None:
 
 @forks.in_child
 def _after_fork() -> None:
-    """No other thread traces in a forked child."""
+    """Restore the kernels in a forked child, where no other thread traces."""
     global _inside
     _inside = 0
     _put_back()
 
 
 class _Resized:
-    """`vec`, which takes sizes or factors, as a call of the overload that takes both; torch's own for other devices.
+    """An overload `vec`, given sizes or scale factors, traced as the overload that takes both.
 
-    What torch's own takes apart is row-major for some numbers of channels, where eager follows the image's layout.
+    On other devices than the CPU, and for small images on CUDA, torch's function decomposes it. That is row-major for
+    some numbers of channels, where eager keeps the image's layout.
     """
 
     def __init__(self, vec: Any, plain: Any, own: Callable[..., Any]) -> None:
@@ -119,10 +120,10 @@ class _Resized:
 
 
     def _is_large(self, x: torch.Tensor, sizes: Any, factors: Any) -> bool:
-        """Whether ATen's kernel for CUDA, which has a thread for each place of a result's image, fills the device.
+        """Whether the image is large enough that ATen's CUDA kernel, with a thread per point, fills the device.
 
-        For each plane it takes on an H200 0.25 µs and 3.2 ps a place, four look-ups for each element take 5.7 ps. With
-        cubic weights these are 0.5 µs and 10 ps, and 35 ps for sixteen look-ups.
+        Per plane it takes 0.25 µs on an H200, and 3.2 ps per point; four gathers per element take 5.7 ps. With cubic
+        weights it takes 0.5 µs and 10 ps; sixteen gathers take 35 ps.
         """
         if self.plain not in _PLACES or x.device.type != "cuda" or x.dim() != 4:
             return False
@@ -135,7 +136,7 @@ class _Resized:
 
 
 class _Dropped:
-    """A dropout: its input where nothing is dropped, zeros where all is, which draws nothing; else as torch has it."""
+    """A dropout: its input if nothing is dropped, zeros without random numbers if all is, else torch's function."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self.own = own
@@ -147,24 +148,24 @@ class _Dropped:
 
 
 def _max_pool1d(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Row-major without a gradient on the CPU, where eager has a kernel for that; else by the 2-d pool."""
+    """A 1-d max pool. Without a gradient on the CPU eager has a row-major kernel; else it is the 2-d pool."""
     pooled: torch.Tensor = aten.max_pool1d_with_indices(x, *args, **kwargs)[0]
     differentiable = torch.is_grad_enabled() and x.requires_grad
     return pooled if differentiable or x.device.type != "cpu" else pooled.contiguous()
 
 
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """Row-major, as eager scatters into zeros; traced, torch compares, which keeps the strides of what is compared."""
+    """One-hot vectors, row-major as in eager; the comparison that torch traces would keep the strides of its input."""
     if index.dtype is not torch.int64 or (type(num_classes) is int and num_classes <= 0):
         refused: torch.Tensor = aten.one_hot.default._op_dk(COMPOSITE, index.contiguous(), num_classes)
         return refused
-    # Not the composite kernel: inside a transform it takes a copy for a tensor that holds data, and asks for them.
+    # Not the composite kernel: inside a transform it would treat a copy as a tensor with data, and read the data.
     classes = torch.arange(num_classes, dtype=torch.int64, device=index.device)
     return torch.eq(index.contiguous().unsqueeze(-1), classes).to(torch.int64)
 
 
 def _joined(x: torch.Tensor, pad: Sequence[Any]) -> torch.Tensor:
-    """A circular pad: along each dim the end, the whole, and the beginning. Composite where that is none, or raises."""
+    """A circular pad as a join of the end, the whole and the beginning along each dim; composite if not supported."""
     known = all(type(n) is int and n >= 0 for n in (*pad, *x.shape)) and len(pad) <= 2 * x.dim() - 2 and any(pad)
     if x.device.type != "cpu" or not known or any(n > x.shape[-1 - i // 2] for i, n in enumerate(pad)):
         made: torch.Tensor = aten._pad_circular.default._op_dk(COMPOSITE, x, pad)

@@ -1,6 +1,6 @@
-"""The package extended from outside: lowerings, decompositions, ops and passes that users register.
+"""Extends the package from outside: lowerings, decompositions, ops and passes that users register.
 
-Register before the graphs that use them: what was decided about a graph before stays so in this process.
+Register before the graphs that use them: decisions about earlier graphs stay in force in this process.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _TAKEN = frozenset("load const scalar index indirect pair round_to to_dtype redu
 
 
 def _operator_name(operator: Any) -> str:
-    """ "mylib.squareplus" for an operator, an overload, a custom op, or that name itself."""
+    """The name "mylib.squareplus" of an operator, an overload or a custom op, or that name itself."""
     if isinstance(operator, str):
         name = operator.replace("::", ".")
     else:
-        found = getattr(operator, "_opoverload", operator)  # a `torch.library.custom_op`
+        found = getattr(operator, "_opoverload", operator)  # for a `torch.library.custom_op`
         packet = getattr(found, "overloadpacket", found)
         name = getattr(packet, "_qualified_op_name", "").replace("::", ".")
     if name.count(".") not in (1, 2):
@@ -70,7 +70,7 @@ def register_lowering(
 
 
 def unregister_lowering(operator: Any) -> None:
-    """Take away a lowering that was registered. ConfigError for any other."""
+    """Remove a lowering that was registered. ConfigError for any other."""
     name = _operator_name(operator)
     with lock:
         if name not in registry.LOWERINGS or not _is_noted(name):
@@ -107,7 +107,7 @@ def register_decomposition(operator: Any, function: Callable[..., Any]) -> None:
 
 
 def unregister_decomposition(operator: Any) -> None:
-    """Take away a decomposition that was registered. ConfigError for any other."""
+    """Remove a decomposition that was registered. ConfigError for any other."""
     with lock:
         if decompositions.FROM_OUTSIDE.pop(getattr(operator, "_opoverload", operator), None) is None:
             raise ConfigError(f"{operator!r} has no decomposition from outside the package")
@@ -140,17 +140,17 @@ def register_op(row: OpRow, operator: Any = None) -> None:
 
 
 def is_identifier(name: Any) -> bool:
-    """Whether a row may have this name."""
+    """Whether `name` can be the name of a row."""
     return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
 
 
 def add_row(
     kind: str, table: dict[str, Any], row: OpRow | ReductionRow, fill: Callable[[torch.dtype], str], places: str
 ) -> None:
-    """Add a row from outside to a table of `fuser.ops`; `kind` is what messages call it.
+    """Add a row from outside to a table of `fuser.ops`; messages call it `kind`.
 
-    ConfigError if the name is taken, for a dtype that no table has, or if `fill` finds in the C++ cell other places
-    than `places`; the table is then as before.
+    ConfigError if the name is taken, if a dtype is unknown, or if the C++ cell has placeholders other than `places`.
+    The table is then unchanged.
     """
     if not callable(row.eval):
         raise ConfigError(f"{kind} {row.name!r} has eval={row.eval!r}: expected a function of tensors")
@@ -176,7 +176,7 @@ def _fill_in(kind: str, name: str, dtype: torch.dtype, fill: Callable[[torch.dty
         fill(dtype)
     except Unsupported:
         raise
-    except Exception as e:  # the cell may be a function of the user's
+    except Exception as e:  # the cell may be a user's function
         raise ConfigError(
             f"{kind} {name!r}: its C++ cell cannot be filled in ({type(e).__name__}: {e}); places are {places}, "
             "{T}, {U}, {I}, {D} and {f}"
@@ -186,7 +186,7 @@ def _fill_in(kind: str, name: str, dtype: torch.dtype, fill: Callable[[torch.dty
 def lower_to_row(
     kind: str, table: dict[str, Any], name: str, operator: Any, lowering: functools.partial[TensorBox]
 ) -> None:
-    """Have an operator, if one is given, lowered to a row that was added. If that is refused, the row is removed."""
+    """Lower `operator`, unless it is None, to a row that was added. If its registration fails, the row is removed."""
     if operator is None:
         return
     try:
@@ -194,11 +194,11 @@ def lower_to_row(
     except ConfigError:
         remove_row(kind, table, name, lowering)
         raise
-    extensions.note(_operator_name(operator), f"{kind} {name}")  # the row says what a partial cannot
+    extensions.note(_operator_name(operator), f"{kind} {name}")  # names the row, which a partial does not
 
 
 def remove_row(kind: str, table: dict[str, Any], name: str, lowering: functools.partial[TensorBox]) -> None:
-    """Remove a row that was added, and lowerings like `lowering`. ConfigError for a row of the package's own."""
+    """Remove a row that was added, and lowerings like `lowering`. ConfigError for a row of the package."""
     with lock:
         if not _is_noted(f"{kind} {name}"):
             raise ConfigError(f"{kind} {name!r} is none from outside the package")
@@ -214,7 +214,7 @@ def _parts(lowering: functools.partial[TensorBox]) -> tuple[Any, ...]:
 
 
 def lower_to_op(name: str) -> functools.partial[TensorBox]:
-    """The lowering of an operator that is the op `name`, element by element."""
+    """The lowering of an operator to the op `name`, element by element."""
     return functools.partial(_lower_to_op, name)
 
 
@@ -223,12 +223,12 @@ def _lower_to_op(name: str, ctx: LoweringContext, *args: Any) -> TensorBox:
 
 
 def unregister_op(name: str) -> None:
-    """Take away an op that was registered, and the lowering that came with it. ConfigError for any other."""
+    """Remove an op that was registered, and its lowering. ConfigError for any other."""
     remove_row("op", OPS, name, lower_to_op(name))
 
 
 def sample_arguments(row: OpRow, dtype: torch.dtype, count: int = 1000) -> Sequence[torch.Tensor]:
-    """Arguments for tests of an op: drawn from its domain, with special values first."""
+    """Arguments for tests of an op: drawn from its domain, special values first."""
     generator = torch.Generator().manual_seed(0)
     low, high = row.domain
     out = []

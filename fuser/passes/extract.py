@@ -1,4 +1,4 @@
-"""From a grouping to a plan: which nodes run outside, and each group as a graph of its own.
+"""Makes a plan of a grouping: the nodes that run outside, and a graph for each group.
 
 Placeholders are created in the order in which members first read them, so equal layers give equal graphs.
 """
@@ -18,15 +18,15 @@ from fuser.passes import sources
 from fuser.passes.classify import Kind, op_name, tensors_of
 from fuser.passes.grouping import Grouping
 
-# Views with constants that differ from one call site to the next: taken into a group, they would make equal groups
-# differ. They stay outside when what they view is computed outside; views of the graph's own inputs are taken in, and
-# so are components, of which a group most often reads several: side by side in memory they are read in runs.
+# Views with constants that differ between call sites: inside a group they would make equal groups differ. They stay
+# outside if their base is computed outside. Views of the graph's inputs go into groups. So do components, of which a
+# group often reads several: as neighbours in memory they are loaded together.
 _POSITIONAL = frozenset({"aten.slice", "aten.select", "aten.narrow"})
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One group: its graph, and the outer graph's nodes that it reads and gives, in order."""
+    """One group: its graph, and the outer nodes that are its inputs and outputs, in order."""
 
     graph: fx.Graph
     inputs: tuple[fx.Node, ...]
@@ -49,7 +49,7 @@ class Plan:
 
 
 class _Needs:
-    """Walks backward from what must run and finds what else must run outside."""
+    """Walks backward from the nodes that must run, and finds the other nodes that must run outside."""
 
     def __init__(self, graph: fx.Graph, grouping: Grouping) -> None:
         self.grouping = grouping
@@ -99,7 +99,7 @@ def is_inlined(grouping: Grouping, node: fx.Node) -> bool:
 
 
 def _is_component(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a view takes some of the few elements in the last dim."""
+    """Whether a view selects some of the few elements of the last dim."""
     value = source.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() < 2:
         return False
@@ -112,7 +112,7 @@ def _is_item_of_extern(grouping: Grouping, node: fx.Node) -> bool:
 
 
 def _external_inputs(grouping: Grouping, group: int) -> tuple[fx.Node, ...]:
-    """What a group's members read, through inlined nodes, from outside of it; in the order of first reading."""
+    """The nodes outside a group that its members read, directly or through inlined nodes, in order of first use."""
     found: dict[fx.Node, None] = {}
 
     def visit(node: fx.Node) -> None:
@@ -131,9 +131,9 @@ def _external_inputs(grouping: Grouping, group: int) -> tuple[fx.Node, ...]:
 
 
 def _anchor(members: Sequence[fx.Node], inputs: Iterable[fx.Node]) -> fx.Node | None:
-    """An input of the graph that tells a group which reads no tensor on which device it runs: the one of fewest dims.
+    """The graph input of fewest dims that tells a group without tensor inputs on which device it runs.
 
-    None where the group reads one, on the host, and where the graph has no tensor on the device.
+    None if the group reads a tensor or runs on the host, or if the graph has no tensor on the device.
     """
     if any(isinstance(n.meta.get("val"), torch.Tensor) for n in inputs):
         return None
@@ -146,14 +146,14 @@ def _anchor(members: Sequence[fx.Node], inputs: Iterable[fx.Node]) -> fx.Node | 
     return min(there, key=lambda pair: pair[1].dim())[0] if there else None
 
 
-# Views that give a new tensor's elements, in order, other sizes.
+# Views that give the elements of a new tensor other sizes, in the same order.
 _REGROUPINGS = frozenset({"aten.view", "aten._unsafe_view", "aten.squeeze", "aten.unsqueeze"})
 
 
 def _own_views(grouping: Grouping, needs: _Needs) -> dict[fx.Node, fx.Node]:
-    """The views outside whose source nobody else outside its group reads, with the source: the group gives the view.
+    """The outer views whose source has no other reader outside its group, with the source: the group returns the view.
 
-    A call of ATen costs the host more than the kernel's other sizes do.
+    A call of ATen costs the host more than other sizes cost the kernel.
     """
     found: dict[fx.Node, fx.Node] = {}
     stack = list(needs.exports)
@@ -165,7 +165,7 @@ def _own_views(grouping: Grouping, needs: _Needs) -> dict[fx.Node, fx.Node]:
             continue
         (view,) = readers
         if view.all_input_nodes != [source]:
-            continue  # it reads sizes, which the group would need, too
+            continue  # it reads sizes, which the group would also need
         if view in needs.outside and op_name(view.target) in _REGROUPINGS and _is_new_and_dense(view, source):
             if not any(_group_through(grouping, u) for u in view.users):
                 found[view] = source
@@ -174,20 +174,20 @@ def _own_views(grouping: Grouping, needs: _Needs) -> dict[fx.Node, fx.Node]:
 
 
 def _reads_across(grouping: Grouping, source: fx.Node) -> bool:
-    """Whether another group than its own reads a node."""
+    """Whether a group other than its own reads a node."""
     own = grouping.group_of.get(source)
     return any(grouping.group_of.get(u, own) != own for u in source.users)
 
 
 def _group_through(grouping: Grouping, user: fx.Node) -> bool:
-    """Whether a group reads a node, itself or through views."""
+    """Whether a group reads a node, directly or through views."""
     if user in grouping.group_of:
         return True
     return grouping.kinds[user] is Kind.FREE and any(_group_through(grouping, u) for u in user.users)
 
 
 def _is_new_and_dense(view: fx.Node, source: fx.Node) -> bool:
-    """Whether both are contiguous, with numbers as sizes."""
+    """Whether both are contiguous, with static sizes."""
     for value in (view.meta.get("val"), source.meta.get("val")):
         if not isinstance(value, torch.Tensor) or not all(type(n) is int for n in (*value.shape, *value.stride())):
             return False
@@ -202,7 +202,7 @@ def _copy_meta(new: fx.Node, old: fx.Node) -> fx.Node:
 
 
 class _Builder:
-    """Writes one group as a graph of its own."""
+    """Builds the graph of one group."""
 
     def __init__(self, grouping: Grouping, group: int, inputs: tuple[fx.Node, ...]) -> None:
         self.members = grouping.groups[group].nodes
@@ -211,7 +211,7 @@ class _Builder:
         self.inputs = inputs
 
     def build(self, exports: set[fx.Node], as_tuple: bool, views: dict[fx.Node, fx.Node]) -> GroupPlan:
-        """The group; in place of a member that `views` names it gives the view."""
+        """The group's plan; instead of a member that `views` names, it returns the view."""
         for i, node in enumerate(self.inputs):
             self.env[node] = _copy_meta(self.graph.placeholder(f"arg{i}"), node)
         for member in self.members:
@@ -243,7 +243,7 @@ def _returned(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 def _inputs(graph: fx.Graph, grouping: Grouping, group: int, whole: bool) -> tuple[fx.Node, ...]:
-    """A group's inputs; where the group is the whole graph in the graph's own order, so that it is called as is."""
+    """A group's inputs; in the graph's own order if the group is the whole graph, so that it can be called directly."""
     inputs = _external_inputs(grouping, group)
     if not whole:
         return inputs
@@ -254,8 +254,8 @@ def _inputs(graph: fx.Graph, grouping: Grouping, group: int, whole: bool) -> tup
 def extract(graph: fx.Graph, grouping: Grouping) -> Plan:
     """The plan of a grouping.
 
-    A group that is the whole graph returns a tuple, any other a tensor where it has one result. Nodes whose results
-    nobody needs appear nowhere.
+    A group that is the whole graph returns a tuple; any other returns a tensor if it has one result. Nodes whose
+    results are unused appear nowhere.
     """
     needs = _Needs(graph, grouping)
     needs.run()
@@ -274,7 +274,7 @@ def extract(graph: fx.Graph, grouping: Grouping) -> Plan:
 
 
 def _reorder(plan: GroupPlan, wanted: tuple[Any, ...]) -> GroupPlan | None:
-    """The same group with its results in the order of `wanted`; None if it does not give exactly those."""
+    """The same group with its results in the order of `wanted`; None if its results differ from those."""
     if set(wanted) != set(plan.outputs) or len(wanted) != len(plan.outputs):
         return None
     output = plan.graph.output_node()

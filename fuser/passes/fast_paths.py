@@ -1,6 +1,6 @@
-"""The decomposition of the operator that `nn.TransformerEncoderLayer` calls in inference.
+"""Decomposes the operator that `nn.TransformerEncoderLayer` calls in inference.
 
-It is one call of several products, in which eager fuses nothing. Taken apart, its norms, activations, biases and
+It is one call of several products, in which eager fuses nothing. Decomposed, its norms, activations, biases and
 residuals become kernels, and attention is torch's fused one. Source: Vaswani et al. 2017, "Attention Is All You Need".
 """
 
@@ -27,7 +27,7 @@ def _merged(x: torch.Tensor) -> torch.Tensor:
 
 
 def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention; by products where the whole operator has them, too, and they are fast in 16 bits."""
+    """Attention; as products if 16-bit products are fast, as in the whole operator."""
     if q.dtype.itemsize >= 4 or product_dtype(q.dtype) is not q.dtype:
         return F.scaled_dot_product_attention(q, k, v)
     return torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1) @ v
@@ -40,9 +40,9 @@ def encoder_layer(
     ffn_weight_1: torch.Tensor, ffn_bias_1: torch.Tensor, ffn_weight_2: torch.Tensor, ffn_bias_2: torch.Tensor,
     mask: torch.Tensor | None = None, mask_type: int | None = None,
 ) -> Any:  # fmt: skip
-    """`aten._transformer_encoder_layer_fwd` as its parts.
+    """`aten._transformer_encoder_layer_fwd`, decomposed.
 
-    NotImplemented, so that it stays whole, with a mask, and on a GPU, where eager's GELU is the one by tanh.
+    NotImplemented, so that the operator stays whole, for a mask, and on a GPU, where eager's GELU is the tanh form.
     """
     if mask is not None or src.device.type != "cpu" or src.dim() != 3:
         return NotImplemented

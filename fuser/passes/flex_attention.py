@@ -1,4 +1,4 @@
-"""Calls of `flex_attention`, whose modification of scores and mask are graphs, become calls that fuse them."""
+"""Replaces calls of `flex_attention`, whose score modification and mask are graphs, by calls that fuse these graphs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fuser.passes.classify import WHY
 from fuser.passes.hints import are_numbers
 from fuser.reasons import because
 
-_RESULTS = {"flex_attention": (0, 1), "flex_attention_backward": (0, 1, 2)}  # that kernels have
-_BLOCKS = {"flex_attention": 4, "flex_attention_backward": 9}  # which argument is the block mask
-_INDEX = 3  # where in it the indices of blocks are
+_RESULTS = {"flex_attention": (0, 1), "flex_attention_backward": (0, 1, 2)}  # results that kernels compute
+_BLOCKS = {"flex_attention": 4, "flex_attention_backward": 9}  # position of the block mask among the arguments
+_INDEX = 3  # position of the blocks' indices in the block mask
 
 
 def drop_single_blocks(module: fx.GraphModule) -> int:
-    """The lists of a block mask of one block, which say nothing, are not made: torch's own without a mask."""
+    """The tensors of a block mask of one block, which masks nothing, are dropped; torch passes one without a mask."""
     changed = 0
     for node in module.graph.nodes:
         at = _BLOCKS.get(_called(node))
@@ -40,7 +40,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_single(blocks: Any) -> bool:
-    """Whether the lists of a block mask have one row and one column of blocks, whatever the sizes are."""
+    """Whether a block mask has one row and one column of blocks, for all sizes."""
     index = blocks[_INDEX].meta.get("val") if isinstance(blocks[_INDEX], fx.Node) else None
     return isinstance(index, torch.Tensor) and index.dim() == 4 and are_numbers(*index.shape[2:]) and (
         index.shape[2] == index.shape[3] == 1
@@ -48,7 +48,7 @@ def _is_single(blocks: Any) -> bool:
 
 
 def serve_flex_attention(module: fx.GraphModule) -> int:
-    """A `flex_attention` runs with its score modification fused: on the CPU by rows, on CUDA in one kernel."""
+    """`flex_attention` runs with its score modification fused: row by row on the CPU, in one kernel on CUDA."""
     changed = 0
     for node in list(module.graph.nodes):
         name = _called(node)
@@ -64,7 +64,7 @@ def _called(node: fx.Node) -> str:
 
 
 def _is_served(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
-    """Whether a call was replaced; if not, the node says why."""
+    """Whether the call was replaced; if not, the node's meta holds the reason."""
     try:
         target, args = _served(module, node, name)
     except Unsupported as error:
@@ -79,7 +79,7 @@ def _is_served(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
 
 
 def _served(module: fx.GraphModule, node: fx.Node, name: str) -> tuple[Any, tuple[Any, ...]]:
-    """What runs a call with kernels, and its arguments. Unsupported if nothing does."""
+    """The callable that runs a call with kernels, and its arguments. Unsupported if there is none."""
     value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES.get(value.device.type, ()):
         raise Unsupported("no kernel of attention takes tensors of this device and dtype")
@@ -96,7 +96,7 @@ def _served(module: fx.GraphModule, node: fx.Node, name: str) -> tuple[Any, tupl
 
 
 def _results_read(node: fx.Node) -> set[int] | None:
-    """The numbers of the results that something reads; None if a node takes all of them."""
+    """The indices of the results that are used; None if a node uses the tuple itself."""
     out: set[int] = set()
     for user in node.users:
         if user.target is not operator.getitem or not isinstance(user.args[1], int):
@@ -107,7 +107,7 @@ def _results_read(node: fx.Node) -> set[int] | None:
 
 
 def _mods(module: fx.GraphModule, graphs: tuple[Any, ...], scale: Any, of_mod: int, of_mask: int) -> Mods:
-    """The graphs of a call. Unsupported if no kernel can be made of them."""
+    """The modifications of a call. Unsupported if no kernel can be made of their graphs."""
     held: list[Any] = [module.get_submodule(str(g.target)) for g in graphs]
     if not isinstance(scale, (int, float)):
         raise Unsupported("its scale is no number that the graph knows")

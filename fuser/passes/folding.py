@@ -1,8 +1,8 @@
-"""What is known before the program runs: tensors of one value, factors of one, casts and views that undo each other.
+"""Folds what is known before the program runs: uniform tensors, factors of one, casts and views that cancel out.
 
-All of it is exact. A sum with zero stays, since -0.0 + 0.0 is 0.0; a product with zero stays, since it may be NaN.
-Results of the graph keep their memory, and an input is never taken for a computed value: what is saved of it for the
-backward could be written in between.
+All rewrites are exact. A sum with zero stays, since -0.0 + 0.0 is 0.0; a product with zero stays, since it may be NaN.
+Results of the graph keep their memory. A computed value is never replaced by an input: what the backward saves of an
+input could be written in between.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOVED = frozenset(
         "view _unsafe_view reshape expand permute t transpose unsqueeze squeeze slice select alias detach clone"
     ).split()
 )
-# Operators whose result on one element is exact, and so the same wherever it is computed.
+# Operators whose result on one element is exact, and so the same on every device.
 _EXACT = frozenset(
     getattr(aten, name)
     for name in (
@@ -51,7 +51,7 @@ def _packet(node: fx.Node) -> Any:
 
 
 def _uniform_values(graph: fx.Graph) -> dict[fx.Node, Any]:
-    """The nodes all of whose elements are one number, known now, and that number."""
+    """The nodes whose elements all equal one number that is known now, with that number."""
     known: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
@@ -76,7 +76,7 @@ def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _evaluated(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """What an operator gives for tensors of one value; None where it cannot be told."""
+    """An operator's result for uniform tensors, as a number; None if it is not known."""
 
     def one(a: fx.Node) -> torch.Tensor:
         value = a.meta["val"]
@@ -94,7 +94,7 @@ def _evaluated(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
 
 
 def _factor_of_one(node: fx.Node, known: dict[fx.Node, Any]) -> fx.Node | None:
-    """The argument that a call gives back unchanged: of x * 1, 1 * x, x / 1, x - 0; of a `where` that is decided."""
+    """The argument that a call returns unchanged: x of x * 1, 1 * x, x / 1, x - 0, or a branch of a decided `where`."""
     packet, args = _packet(node), node.args
     if node.kwargs or len(args) < 2:
         return None
@@ -118,7 +118,7 @@ def _factor_of_one(node: fx.Node, known: dict[fx.Node, Any]) -> fx.Node | None:
 
 
 def fold_uniform(module: fx.GraphModule) -> int:
-    """What is computed from tensors of one value alone is filled in; factors of one and decided choices go."""
+    """Values computed from uniform tensors alone become `full`; factors of one and decided selections are dropped."""
     graph = module.graph
     known = _uniform_values(graph)
     kept = reaches_output(graph)
@@ -141,7 +141,7 @@ def _is_like(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _fill(graph: fx.Graph, node: fx.Node, number: Any) -> int:
-    """Make a node of one value a `full`, where it is more than that; views of one stay, they cost nothing."""
+    """Replace a uniform node by a `full`, unless it is a creation or a view already. Returns 1 if it was replaced."""
     value = node.meta["val"]
     if node.target in _FILLED or (_packet(node) in _MOVED and _packet(node) is not aten.clone):
         return 0
@@ -156,7 +156,7 @@ def _fill(graph: fx.Graph, node: fx.Node, number: Any) -> int:
 
 
 def numbers_on_device(module: fx.GraphModule) -> int:
-    """`torch.tensor(0.5)` inside a function, which lies on the CPU, is filled in beside tensors of another device."""
+    """`torch.tensor(0.5)` inside a function, a CPU tensor, becomes a `full` on the device of the tensors beside it."""
     graph, changed = module.graph, 0
     for node in list(graph.nodes):
         number = _lifted_number(module, node) if node.target is aten.lift_fresh_copy.default else None
@@ -179,7 +179,7 @@ def numbers_on_device(module: fx.GraphModule) -> int:
 
 
 def _lifted_number(module: fx.GraphModule, node: fx.Node) -> Any:
-    """The number that a graph makes a new tensor of in each call; None for anything else."""
+    """The number from which the graph makes a new 0-dim tensor in each call; None for anything else."""
     source: Any = node.args[0]
     if source.op != "get_attr" or not isinstance(getattr(node.meta.get("val"), "fake_mode", None), FakeTensorMode):
         return None
@@ -191,7 +191,7 @@ def _lifted_number(module: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _device_of_elements(node: fx.Node) -> torch.device | None:
-    """Where an operator on elements runs."""
+    """The device on which an elementwise operator runs; None for other nodes."""
     value = node.meta.get("val")
     return value.device if is_pointwise(node.target) and isinstance(value, torch.Tensor) else None
 
@@ -202,7 +202,7 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 
 
 def _cast(node: Any) -> tuple[fx.Node, torch.dtype] | None:
-    """What a node converts, and to which dtype; None for anything that does more."""
+    """The source and the dtype of a node that only casts; None for other nodes."""
     if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     if node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}:
@@ -215,7 +215,7 @@ def _cast(node: Any) -> tuple[fx.Node, torch.dtype] | None:
 
 
 def _is_lossless(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether every value of one dtype has its own in the other."""
+    """Whether the second dtype represents all values of the first exactly."""
     for family in (_FLOATS, _INTEGERS):
         if before in family and after in family:
             return torch.promote_types(before, after) is after
@@ -223,7 +223,7 @@ def _is_lossless(before: torch.dtype, after: torch.dtype) -> bool:
 
 
 def merge_casts(module: fx.GraphModule) -> int:
-    """A cast of a widened tensor is a cast of the tensor, and nothing where it leads back to the same dtype."""
+    """A cast of a widened tensor reads the narrow tensor; it is dropped if it restores the same dtype."""
     graph = module.graph
     kept = reaches_output(graph)
     changed = 0
@@ -253,7 +253,7 @@ _SIZED = (aten.view.default, aten._unsafe_view.default)
 
 
 def merge_views(module: fx.GraphModule) -> int:
-    """Views that lead back to what they view go; a view of a view, and a permuted permutation, become one."""
+    """Views that restore their source are dropped; a view of a view, or a permuted permutation, becomes one view."""
     graph = module.graph
     kept = reaches_output(graph)
     changed = 0
@@ -270,7 +270,7 @@ def merge_views(module: fx.GraphModule) -> int:
 
 
 def _ancestor_like(node: fx.Node) -> fx.Node | None:
-    """What a chain of views started from or went through, if the node views it just as it is."""
+    """The earliest tensor in a chain of views that the node equals in shape and strides; None if there is none."""
     value, found, at = node.meta.get("val"), None, node
     while _packet(at) in _PLAIN_VIEWS and isinstance(at.args[0], fx.Node):
         at = at.args[0]
@@ -281,7 +281,7 @@ def _ancestor_like(node: fx.Node) -> fx.Node | None:
 
 
 def _shorten(node: fx.Node) -> bool:
-    """Have a view of a view read what that views; True if it could."""
+    """Make a view of a view read the inner view's source; True if that was possible."""
     inner = node.args[0]
     if not isinstance(inner, fx.Node) or not inner.args or not isinstance(inner.args[0], fx.Node):
         return False
@@ -298,7 +298,7 @@ def _shorten(node: fx.Node) -> bool:
         return False
     try:
         value = node.target(base.meta["val"], *candidate[1:])
-    except (RuntimeError, ValueError):  # these strides do not allow it in one step
+    except (RuntimeError, ValueError):  # the strides do not allow it in one step
         return False
     if not same_static_shape(value, node.meta["val"]):
         return False
@@ -308,7 +308,7 @@ def _shorten(node: fx.Node) -> bool:
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
 def _piece(node: Any) -> tuple[fx.Node, int, int, int] | None:
-    """(tensor, dim, start, end) of a piece cut out of a tensor of known size."""
+    """(tensor, dim, start, end) of a slice of a tensor of known size; None for other nodes."""
     if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
         return None
     if node.target is aten.slice.Tensor and not node.kwargs and len(node.args) in (4, 5):
@@ -322,7 +322,7 @@ def _piece(node: Any) -> tuple[fx.Node, int, int, int] | None:
 
 
 def join_pieces(module: fx.GraphModule) -> int:
-    """The pieces of a tensor put together again in order are the tensor; a piece of a `cat` is what was put there."""
+    """All pieces of a tensor concatenated in order become the tensor; a slice of a `cat` becomes its argument there."""
     graph = module.graph
     kept = reaches_output(graph)
     changed = 0
@@ -337,7 +337,7 @@ def join_pieces(module: fx.GraphModule) -> int:
 
 
 def _whole(cat: fx.Node) -> fx.Node | None:
-    """What the arguments of a `cat` are all the pieces of, in order."""
+    """The tensor whose pieces, all of them in order, are the arguments of a `cat`; None if there is none."""
     parts: Any = cat.args[0]
     dim = cat.args[1] if len(cat.args) > 1 else 0
     pieces = [_piece(p) for p in parts]
@@ -355,7 +355,7 @@ def _whole(cat: fx.Node) -> fx.Node | None:
 
 
 def _part(node: fx.Node) -> fx.Node | None:
-    """The argument of a `cat` that a slice of it picks as a whole."""
+    """The argument of a `cat` that a slice of the result selects exactly; None if there is none."""
     piece = _piece(node)
     if piece is None or piece[0].target is not aten.cat.default:
         return None

@@ -1,4 +1,4 @@
-"""Operators over lists of tensors taken apart: each tensor's call can then join the kernel that does the rest to it."""
+"""Splits operators over lists of tensors, so that each tensor's call can join the kernel of its other operations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fuser.passes.calls import put_for
 
 aten = torch.ops.aten
 _UNARY = "abs neg sqrt rsqrt reciprocal exp log sign ceil floor round trunc sigmoid tanh erf expm1 log1p"
-# For each operator without "_foreach_": the operator on one tensor.
+# For each operator, named without "_foreach_": the operator on one tensor.
 _SINGLE: dict[str, Any] = {
     **{name: getattr(aten, name).default for name in _UNARY.split()},
     **{name: getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")},
     "maximum": aten.maximum.default, "minimum": aten.minimum.default, "copy": aten.copy.default,
     "addcmul": aten.addcmul.default, "addcdiv": aten.addcdiv.default,
 }  # fmt: skip
-# The operator, by overload, where one takes lists of tensors and another numbers.
+# By overload where the operator on one tensor depends on whether the list holds tensors or numbers.
 _BY_OVERLOAD: dict[tuple[str, str], Any] = {
     ("lerp", "List"): aten.lerp.Tensor, ("lerp", "Scalar"): aten.lerp.Scalar, ("lerp", "ScalarList"): aten.lerp.Scalar,
     ("pow", "List"): aten.pow.Tensor_Tensor, ("pow", "Scalar"): aten.pow.Tensor_Scalar,
@@ -27,7 +27,7 @@ _BY_OVERLOAD: dict[tuple[str, str], Any] = {
     ("maximum", "Scalar"): aten.clamp_min.default, ("maximum", "ScalarList"): aten.clamp_min.default,
     ("minimum", "Scalar"): aten.clamp_max.default, ("minimum", "ScalarList"): aten.clamp_max.default,
 }  # fmt: skip
-_WITH_VALUE = ("addcmul", "addcdiv")  # the number, or each tensor's number, is the keyword `value`
+_WITH_VALUE = ("addcmul", "addcdiv")  # the number, or the list of numbers, is the keyword `value`
 
 
 def split_foreach(module: fx.GraphModule) -> int:
@@ -54,7 +54,7 @@ def _split(node: fx.Node, single: Any, name: str, overload: str) -> int:
     if name in _WITH_VALUE and len(args) > 3:
         kwargs["value"] = args.pop()
     if name in _WITH_VALUE and isinstance(kwargs.get("value", kwargs.get("scalars")), fx.Node):
-        return 0  # numbers in a tensor
+        return 0  # numbers are in a tensor
     if "scalars" in kwargs:
         kwargs["value" if name in _WITH_VALUE else "other"] = kwargs.pop("scalars")
     for user in list(node.users):

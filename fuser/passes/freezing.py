@@ -1,7 +1,7 @@
-"""Frozen weights: calls whose contest said so take weights that were packed once.
+"""Frozen weights: calls whose contest was won by packed weights use weights that are packed once.
 
-`options={"freeze": True}` marks the parameters and buffers of an inference graph (`mark_frozen`); the passes that
-choose a library mark its calls (`PACKED`); `pack_weights` gives these a function that packs at its first call.
+`options={"freeze": True}` marks the parameters and buffers of an inference graph (`mark_frozen`). The passes that
+choose a library mark its calls (`PACKED`). `pack_weights` gives these calls a function that packs at its first call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def mark_frozen(graph: fx.Graph, numbers: Iterable[int]) -> None:
-    """Mark the inputs of these numbers, under `config.freeze`, as ones that do not change between calls."""
+    """Under `config.freeze`, mark the inputs with these numbers as unchanged between calls."""
     if not config.freeze:
         return
     chosen = set(numbers)
@@ -31,7 +31,7 @@ def mark_frozen(graph: fx.Graph, numbers: Iterable[int]) -> None:
 
 
 def pack_weights(module: fx.GraphModule) -> int:
-    """Products and convolutions of frozen weights take these packed, where that was found to be faster."""
+    """Products and convolutions with frozen weights use packed weights, where a contest found that faster."""
     changed = 0
     for node in module.graph.nodes:
         if PACKED not in node.meta:

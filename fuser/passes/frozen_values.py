@@ -1,8 +1,8 @@
-"""Values that frozen weights alone decide: computed at the first call, and again once a weight changed.
+"""Caches values that depend on frozen weights alone: computed at the first call, and again after a weight changes.
 
-Casts of parameters under autocast, factors of norms in weights, tables of positions, biases of attention. A view of a
-weight costs nothing and stays. So do results of the graph, which a caller may write, and what takes far more memory
-than the weights behind it.
+Examples: casts of parameters under autocast, factors of norms in weights, tables of positions, biases of attention. A
+view of a weight costs nothing and stays. So do results of the graph, which a caller may write, and values that take far
+more memory than their weights.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from fuser.passes.classify import draws, is_view
 from fuser.passes.onednn import FROZEN
 from fuser.runtime.packing import folded_call
 
-_GROWN, _SMALL_BYTES = 4, 1 << 22  # times the weights behind a value, and bytes, that may be kept
+_GROWN, _SMALL_BYTES = 4, 1 << 22  # a kept value's size: at most _GROWN times its weights, or _SMALL_BYTES
 _CREATING = frozenset("full zeros ones arange scalar_tensor empty iota".split())
 
 
 def fold_frozen(module: fx.GraphModule) -> int:
-    """Replace what is computed from frozen weights and numbers alone by calls that keep it."""
+    """Values computed from frozen weights and numbers alone are replaced by calls that keep them."""
     if not config.freeze:
         return 0
     behind = _decided(module.graph)
@@ -31,7 +31,7 @@ def fold_frozen(module: fx.GraphModule) -> int:
 
 
 def _decided(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
-    """The nodes that frozen weights and numbers decide, each with the weights that it needs."""
+    """The nodes that depend on frozen weights and numbers alone, each with its weights."""
     found: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and FROZEN in node.meta:
@@ -42,7 +42,7 @@ def _decided(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
 
 
 def _is_function(node: fx.Node) -> bool:
-    """Whether a call gives one tensor of known sizes, and the same one each time for the same arguments."""
+    """Whether a call returns one tensor of static sizes, equal for equal arguments."""
     value, target = node.meta.get("val"), node.target
     if node.op != "call_function" or not isinstance(value, torch.Tensor):
         return False
@@ -56,7 +56,7 @@ def _is_function(node: fx.Node) -> bool:
 
 
 def _is_worth_keeping(node: fx.Node, behind: dict[fx.Node, frozenset[fx.Node]]) -> bool:
-    """Whether a value is more than a view of a weight, and what changes from call to call needs it."""
+    """Whether a value is more than a view of a weight, is not too large, and has a reader outside the folded part."""
     if not behind[node] or is_view(node.target) or not _is_needed(node, behind):
         return False
     given = sum(_bytes(n) for n in behind[node])
@@ -69,7 +69,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _is_needed(node: fx.Node, behind: dict[fx.Node, frozenset[fx.Node]]) -> bool:
-    """Whether a reader outside, through views, takes a value, and none gives it to the caller."""
+    """Whether a reader outside the folded part uses the value, directly or through views, and none returns it."""
     outside = False
     pending = list(node.users)
     while pending:
@@ -83,7 +83,7 @@ def _is_needed(node: fx.Node, behind: dict[fx.Node, frozenset[fx.Node]]) -> bool
 
 
 def _keep(module: fx.GraphModule, root: fx.Node, behind: dict[fx.Node, frozenset[fx.Node]]) -> None:
-    """Put a call that keeps a value in the place of `root`."""
+    """Replace `root` by a call that computes and keeps its value."""
     weights = [n for n in module.graph.nodes if n in behind[root]]
     inner = fx.Graph()
     copies = {w: inner.placeholder(w.name) for w in weights}

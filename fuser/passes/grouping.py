@@ -1,10 +1,10 @@
-"""Maximal convex groups of fusible nodes, in time linear in the graph.
+"""Finds maximal convex groups of fusible nodes, in time linear in the graph.
 
 A *unit* is a compute or extern node together with the getitems that pick its results. Free nodes (views, creation) are
-transparent: a unit depends on what its arguments' views are views of. Each unit gets a level: the number of externs
-after a fusible one on the longest path to it. Along a path between two fusible units of one level there is no extern,
-so connected fusible units of one level form a convex group, and groups depend on each other only from lower levels to
-higher ones. Then `_contract` joins groups of different levels where no other path runs between them.
+transparent: a unit depends on the bases of its arguments' views. Each unit gets a level: the number of externs after a
+fusible unit on the longest path to it. A path between two fusible units of one level contains no extern, so connected
+fusible units of one level form a convex group, and groups depend only on groups of lower levels. Then `_contract` joins
+groups of different levels if no other path runs between them.
 
 Externs that draw random numbers depend on each other in the graph's order.
 """
@@ -36,7 +36,7 @@ from fuser.reasons import because
 
 _SEARCH_LIMIT = 256  # units visited when looking for another path before a join is given up
 _MAX_READERS = 3  # a group read by more groups than this stays apart: equal readers should stay equal
-_GROWN = 8  # times what it reads
+_GROWN = 8  # times its inputs
 _LARGE = 1 << 20  # elements
 
 
@@ -49,7 +49,7 @@ class Group:
 
 @dataclass
 class Grouping:
-    """The groups of a graph, each node's kind, and why each unfused operator is unfused.
+    """The groups of a graph, each node's kind, and the reason for each unfused operator.
 
     `apart` says why two groups, of which the second reads from the first, are not one.
     """
@@ -62,10 +62,10 @@ class Grouping:
 
 
 def is_grown(node: fx.Node) -> bool:
-    """Whether a node puts little into a large result of the graph: the gradient of a table of embeddings.
+    """Whether a node makes a large result of the graph from little: the gradient of an embedding table.
 
-    It makes a group of its own, which runs last: with others it would hold what these read, and what is computed from
-    them later, beside the largest tensor of a step. Nothing else reads it, so groups without it stay convex.
+    It forms a group of its own, which runs last. In a larger group, the other members' inputs and later results would
+    be alive together with the largest tensor of a step. Nothing else reads it, so groups without it stay convex.
     """
     value = node.meta.get("val")
     if node.target is not torch.ops.aten.embedding_dense_backward.default or not isinstance(value, torch.Tensor):
@@ -76,7 +76,7 @@ def is_grown(node: fx.Node) -> bool:
 
 
 class _Sets:
-    """Disjoint sets of 0 … n-1; the smallest member represents."""
+    """Disjoint sets of 0 … n-1, each represented by its smallest member."""
 
     def __init__(self, n: int) -> None:
         self.parent = list(range(n))
@@ -93,7 +93,7 @@ class _Sets:
 
 
 class _Units:
-    """The graph with getitems folded into their producers and free nodes looked through."""
+    """The graph as units: getitems are part of their producers, and free nodes are transparent."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.verdicts: dict[fx.Node, Verdict] = {}
@@ -101,9 +101,9 @@ class _Units:
         self.heads: list[fx.Node] = []
         self.fusible: list[bool] = []
         self.preds: list[tuple[int, ...]] = []
-        self.bases: dict[fx.Node, tuple[fx.Node, ...]] = {}  # of a free node
-        self.readers: dict[fx.Node, set[int]] = {}  # so far, for writes that must come after them
-        self.drawn: tuple[int, ...] = ()  # the last unit that draws random numbers: the next one comes after it
+        self.bases: dict[fx.Node, tuple[fx.Node, ...]] = {}  # by free node
+        self.readers: dict[fx.Node, set[int]] = {}  # by tensor, so far: later writes must come after them
+        self.drawn: tuple[int, ...] = ()  # the last unit that draws random numbers; the next one depends on it
         for node in graph.nodes:
             self._add(node)
         self.apart = [is_grown(node) or APART in node.meta for node in self.heads]
@@ -135,7 +135,7 @@ class _Units:
                 self.preds.append(tuple(sorted(preds)))
 
     def _sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """What the arguments of a node are, or are views of."""
+        """The arguments of a node, with views replaced by their bases."""
         found: dict[fx.Node, None] = {}
         for arg in node.all_input_nodes:
             for source in self.bases.get(arg, (arg,)):
@@ -147,7 +147,7 @@ class _Units:
 
 
 def _levels(units: _Units) -> list[int]:
-    """Per unit its level: 0 for the first fusible ones, -1 for externs that need none of them."""
+    """The level of each unit: 0 for the first fusible ones, -1 for externs that depend on none of them."""
     levels: list[int] = []
     for u, preds in enumerate(units.preds):
         if units.fusible[u]:
@@ -159,9 +159,10 @@ def _levels(units: _Units) -> list[int]:
 
 
 def _raise(units: _Units, levels: list[int]) -> None:
-    """Give an elementwise unit the level that all of its users have.
+    """Raise an elementwise unit to the level that all of its users share.
 
-    What a backward computes again from what was saved stands below all that needs it, apart from what else these read.
+    Values that a backward recomputes from saved tensors would otherwise be at a lower level than their readers, apart
+    from the readers' other inputs.
     """
     for u in range(len(units.heads) - 1, -1, -1):
         above = {levels[v] if units.fusible[v] else -1 for v in units.users[u]}
@@ -173,7 +174,7 @@ def _raise(units: _Units, levels: list[int]) -> None:
 
 
 def _connect(units: _Units, levels: list[int]) -> _Sets:
-    """Join fusible units of one level that are connected, or that read one tensor that is the main input of both."""
+    """Join fusible units of one level that are connected, or whose main input is the same tensor."""
     sets = _Sets(len(units.heads))
     main: dict[tuple[int, fx.Node], int] = {}
     for u, preds in enumerate(units.preds):
@@ -189,7 +190,7 @@ def _connect(units: _Units, levels: list[int]) -> _Sets:
 
 
 def _main_input(units: _Units, u: int) -> fx.Node | None:
-    """The one tensor that makes up most of what a unit reads, if it also is as large as what the unit writes."""
+    """The tensor that makes up most of what a unit reads, if it is as large as the unit's result; else None."""
     read = [(numel_hint(s.meta.get("val")), i, s) for i, s in enumerate(units.sources(u)) if not is_number(s)]
     if not read:
         return None
@@ -200,9 +201,9 @@ def _main_input(units: _Units, u: int) -> fx.Node | None:
 
 
 def _join_readers(units: _Units, sets: _Sets, levels: list[int]) -> None:
-    """Join groups of one level that mostly read the same large tensors, two of them at least.
+    """Join groups of one level that mostly read the same large tensors, at least two of them.
 
-    No path leads from one group of a level to another, and what is joined is convex, as all of one level are.
+    No path leads from one group of a level to another, so joined groups of a level are convex.
     """
     reads: dict[int, dict[fx.Node, int]] = {}
     for u in range(len(units.heads)):
@@ -226,13 +227,13 @@ def _join_readers(units: _Units, sets: _Sets, levels: list[int]) -> None:
 
 
 class _Condensed:
-    """The graph of groups and externs, whose edges `_contract` removes one by one."""
+    """The graph of groups and externs, in which `_contract` joins groups one by one."""
 
     def __init__(self, units: _Units, sets: _Sets, levels: list[int]) -> None:
         self.sets = sets
         self.users: dict[int, set[int]] = {}
         self.preds: dict[int, set[int]] = {}
-        self.lowest = list(levels)  # per group; one level each until groups are joined
+        self.lowest = list(levels)  # per group: one level until groups of different levels are joined
         self.highest = list(levels)
         for u, preds in enumerate(units.preds):
             here = sets.find(u)
@@ -245,9 +246,9 @@ class _Condensed:
                     self.preds[here].add(there)
 
     def another_path(self, a: int, b: int) -> int | None:
-        """The last node of a path other than the edge from a to b; -1 when the search gets long; None if there is none.
+        """The last node of a path from a to b other than their edge; -1 if the search gets long; None if there is none.
 
-        Levels never fall along a path, so what lies above b is not visited.
+        Levels never decrease along a path, so nodes above b are not visited.
         """
         stack = [u for u in self.users[a] if u != b]
         seen = set(stack)
@@ -264,7 +265,7 @@ class _Condensed:
         return None
 
     def join(self, a: int, b: int) -> int:
-        """Make a and b one; returns the name of the whole."""
+        """Join a and b; returns the representative of the result."""
         self.sets.union(a, b)
         whole = self.sets.find(a)
         part = b if whole == a else a
@@ -281,9 +282,9 @@ class _Condensed:
 
 
 def _contract(units: _Units, sets: _Sets, levels: list[int]) -> dict[tuple[int, int], str]:
-    """Join a group into a later group that reads it, where nothing else runs between the two.
+    """Join each group into the later groups that read it, if no other path runs between the two.
 
-    Why others were not joined: by a unit of each.
+    Returns why other pairs were not joined, keyed by one unit of each group.
     """
     refused: dict[tuple[int, int], str] = {}
     condensed = _Condensed(units, sets, levels)
@@ -322,7 +323,7 @@ def _between(units: _Units, u: int) -> str:
 
 
 def _why_dissolved(heads: list[fx.Node]) -> str | None:
-    """Why a group is dissolved; None for one that is kept."""
+    """Why a group is dissolved; None if it is kept."""
     if len(heads) > 1 or draws(heads[0].target) or any(tensors_of(a.meta.get("val")) for a in heads[0].all_input_nodes):
         return None
     return because("from_numbers", "it makes a tensor from numbers alone")
@@ -370,7 +371,7 @@ def _keep_or_dissolve(heads: list[fx.Node], result: Grouping) -> None:
 
 
 def describe(graph: fx.Graph, grouping: Grouping) -> str:
-    """A readable listing: each operator with its group or its reason."""
+    """A readable list: each operator with its group or its reason."""
     lines = []
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:

@@ -1,7 +1,7 @@
-"""Questions about sizes that may be symbols: none adds a guard, and none fails on a size that depends on data.
+"""Questions about sizes that may be symbols: none adds a guard, and none fails on a data-dependent size.
 
-Comparing a symbol, or asking torch for `is_contiguous`, does either. A hint is a number for decisions that may be
-wrong; the other answers are "no" where they are not certain.
+Comparing a symbol, or asking torch for `is_contiguous`, would do so. A hint is a number for decisions that cannot make
+a result wrong; the other functions answer "no" if they are not certain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UNKNOWN = 8192
 
 
 def size_hint(size: Any) -> int:
-    """The number behind a size seen while tracing; 8,192 for a symbol of unknown value."""
+    """The value of a size during tracing; 8,192 for a symbol of unknown value."""
     if isinstance(size, int):
         return size
     hint = getattr(getattr(size, "node", None), "hint", None)
@@ -37,7 +37,7 @@ def are_numbers(*sizes: Any) -> bool:
 
 
 def depends_on_data(t: torch.Tensor) -> bool:
-    """Whether a tensor has sizes that no number was seen for."""
+    """Whether a tensor has data-dependent sizes."""
     if are_numbers(*t.shape):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -46,7 +46,7 @@ def depends_on_data(t: torch.Tensor) -> bool:
 
 
 def is_contiguous(t: torch.Tensor) -> bool:
-    """Whether a tensor is certainly row-major."""
+    """Whether a tensor is certainly row-major; False if unknown."""
     if are_numbers(*t.shape, *t.stride()):
         return t.is_contiguous()
     expected: Any = 1
@@ -60,7 +60,7 @@ def is_contiguous(t: torch.Tensor) -> bool:
 
 
 def numel_hint(value: Any) -> int:
-    """Elements of the largest tensor in a node's recorded value."""
+    """Number of elements of the largest tensor in a node's recorded value."""
     best = 0
     for t in tensors_of(value):
         n = 1

@@ -1,4 +1,4 @@
-"""Gradients of functions with a kink, as a choice by a mask: a byte an element is saved where four were."""
+"""Rewrites gradients of functions with a kink as selections by a mask: one byte per element is saved, not four."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ aten = torch.ops.aten
 
 
 def kinks_by_masks(module: fx.GraphModule) -> int:
-    """The backward of ReLU, leaky ReLU and hardtanh asks for a comparison, which the cut may save in the value's place.
+    """The backward of ReLU, leaky ReLU and hardtanh selects by a comparison, which the partitioner may save as a mask.
 
-    Outside of a backward, as in a graph that is one, the operators stay whole: nothing is saved.
-    The comparisons are those of the operators' lowerings, NaN included. A value that the backward reads for something
-    else stays as it is: it is saved in any case.
+    Outside of a backward, as in a graph that is one, the operators stay whole: nothing is saved. The comparisons are
+    those of the operators' lowerings, NaN included. A value that the backward needs for other reasons stays: it is
+    saved in any case.
     """
     changed, behind = 0, after_tangents(module.graph)
     for node in list(module.graph.nodes):

@@ -1,8 +1,8 @@
-"""Changing how tensors inside a graph lie in memory: recorded values follow, views still work, results keep theirs.
+"""Changes memory layouts of tensors inside a graph: values are updated, views stay valid, results keep their strides.
 
-A pass that has an operator give its result in another order calls `Relayout.follow` for what comes after. Strides are
-computed again by torch's own shape functions; where a view cannot be made of the new strides, or where an operator is
-not known to take any strides, a copy in the old order is put in between. Results of the graph are copied back too.
+A pass that gives an operator's result another layout calls `Relayout.follow` for the nodes after it. Strides are
+recomputed by torch's own shape functions. A copy in the old layout is inserted if the new strides do not allow a view,
+or if an operator may not support all strides. Results of the graph are copied back, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
-    """The mode of the values recorded in a graph."""
+    """The fake tensor mode of the graph's recorded values, or None."""
     for node in graph.nodes:
         for t in tensors_of(node.meta.get("val")):
             mode = getattr(t, "fake_mode", None)
@@ -36,7 +36,7 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
 
 
 def is_static(graph: fx.Graph) -> bool:
-    """Whether all sizes and strides are plain numbers, and nothing is written but inputs, by copies at the end."""
+    """Whether all sizes and strides are numbers, and the only writes are copies into inputs at the end."""
     for node in graph.nodes:
         mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         if mutable and not is_write_back(node):
@@ -48,7 +48,7 @@ def is_static(graph: fx.Graph) -> bool:
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
-    """The same graph with nodes of its own, so that a rewrite can be given up."""
+    """A copy of the graph with its own nodes, so that a rewrite can be discarded."""
     new = fx.Graph()
     result = new.graph_copy(graph, {}, return_output_node=True)
     assert isinstance(result, tuple)
@@ -58,26 +58,26 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
 
 
 def _strides(value: Any) -> list[Any]:
-    """The strides of all tensors in a value, those of dims of one element, too: results keep eager's."""
+    """The strides of all tensors in a value, including dims of size 1: results keep eager's strides."""
     return [t.stride() for t in tensors_of(value)]
 
 
 def _is_in_order(value: torch.Tensor, old: torch.Tensor) -> bool:
-    """Whether the elements of a value lie where those of another one of its sizes do."""
+    """Whether the elements of a value have the same offsets as in `old`, a tensor of the same sizes."""
     pairs = zip(value.shape, value.stride(), old.stride(), strict=True)
     return all(new == was for n, new, was in pairs if n > 1)
 
 
 class Relayout:
-    """One walk over a graph in order. `copied` counts the bytes of the copies that were put in between.
+    """One walk over a graph in order. `copied` counts the bytes of the inserted copies.
 
-    `calls` counts those that are kernels of their own: a copy of what a kernel computes is stored by that kernel.
-    `stored`: such copies count no bytes either.
+    `calls` counts the copies that are separate kernels: a copy of a computed value is stored by the kernel that
+    computes it. `stored`: such copies do not count bytes either.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, stored: bool = False) -> None:
         self.graph, self.mode, self.stored = graph, mode, stored
-        self.before: dict[fx.Node, Any] = {}  # values of nodes that have changed, as they were
+        self.before: dict[fx.Node, Any] = {}  # old values of nodes whose strides changed
         self.copied = self.calls = 0
         self._copies: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
         self._known: dict[Any, Any] = {}
@@ -89,7 +89,7 @@ class Relayout:
         return node
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Have readers of `old` read `new`, of the same sizes, and remember how `old` lay."""
+        """Replace `old` by `new`, which has the same sizes, and record the old strides."""
         new.meta = {**old.meta, **new.meta}
         was = self.before.pop(old, old.meta["val"])
         if _strides(was) != _strides(new.meta["val"]):
@@ -98,7 +98,7 @@ class Relayout:
         self.graph.erase_node(old)
 
     def update(self, node: fx.Node, *args: Any) -> None:
-        """Give a node other arguments, of the same sizes, and remember how its results lay."""
+        """Replace a node's arguments by ones of the same sizes, and record the old strides of its results."""
         old = node.meta["val"]
         node.args = args
         node.meta["val"] = self._value(node)
@@ -106,7 +106,7 @@ class Relayout:
             self.before[node] = old
 
     def in_format(self, node: fx.Node, form: torch.memory_format) -> fx.Node:
-        """The node, or a copy of it, in a memory format; one copy for all readers."""
+        """The node, or a copy of it, in a memory format. All readers share one copy."""
         value = node.meta["val"]
         if value.is_contiguous(memory_format=form):
             return node
@@ -121,7 +121,7 @@ class Relayout:
         return found
 
     def follow(self, node: fx.Node) -> None:
-        """Bring a node up to date with arguments that have changed."""
+        """Recompute a node's value after its arguments' strides changed, or restore its arguments' old strides."""
         if node.op == "output":
             with self.graph.inserting_before(node):
                 node.args = (fx.map_arg(node.args[0], self._as_before),)
@@ -134,7 +134,7 @@ class Relayout:
             return
         try:
             new = self._value(node)
-        except (RuntimeError, ValueError):  # a view that these strides do not allow
+        except (RuntimeError, ValueError):  # a view that the new strides do not allow
             self._restore(node, node.all_input_nodes)
             return
         node.meta["val"] = new
@@ -160,13 +160,13 @@ class Relayout:
         return new if new.meta["val"].stride() == old.stride() else self._restrided(new, old)
 
     def _restrided(self, node: fx.Node, old: torch.Tensor) -> fx.Node:
-        """A view of a node with the strides of `old`, which differ in dims of one element alone."""
+        """A view of a node with the strides of `old`, which differ only in dims of size 1."""
         view = self.call(aten.as_strided.default, node, list(old.shape), list(old.stride()))
-        view.meta["outside"] = True  # inside of groups its numbers would make equal blocks differ
+        view.meta["outside"] = True  # inside groups its numbers would make equal blocks differ
         return view
 
     def _value(self, node: fx.Node) -> Any:
-        """What the node gives, by torch's shape functions; calls that look alike are asked once."""
+        """The node's value by torch's shape functions, cached by the arguments' signature."""
         args: Any
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         if node.target is operator.getitem:
@@ -200,7 +200,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def _signature(value: Any) -> Any:
-    """A hashable form of arguments in which tensors of one size, order, dtype and device are the same."""
+    """A hashable form of arguments; tensors of the same sizes, strides, dtype and device are equal."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device
     if isinstance(value, (tuple, list)):
@@ -211,12 +211,12 @@ def _signature(value: Any) -> Any:
 
 
 def _is_simple(target: Any) -> bool:
-    """Views and elementwise operators, whose shape functions know nothing of devices and kernels."""
+    """Whether a target is a view or elementwise, with a shape function that ignores devices and kernels."""
     return target is aten.clone.default or is_view(target) or is_pointwise(target)
 
 
 def _is_particular(node: fx.Node) -> bool:
-    """Whether a node may mean something else, or fail, for other strides of its arguments."""
+    """Whether a node may have another meaning, or fail, for other strides of its arguments."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is not operator.getitem
     if node.target.namespace not in _ANY_STRIDES or node.target is aten.as_strided.default:

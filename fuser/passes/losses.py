@@ -1,4 +1,4 @@
-"""Cross entropy in training: what is kept between forward and backward, and the gradient of its logits."""
+"""Cross entropy in training: what is saved between forward and backward, and the gradient of the logits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DTYPES = (F32, torch.bfloat16, torch.float16)
 
 
 def keep_logits(module: fx.GraphModule) -> int:
-    """A `log_softmax` with a backward is spelled out in float32: two numbers a row are saved, and no second matrix.
+    """A `log_softmax` with a backward is computed in float32 by single operators: two numbers per row are saved.
 
-    The gradient of a cross entropy through it is the probabilities with one class less, without a sum over classes. Of
-    halves, it sees logarithms that are not rounded; other gradients see them rounded, as eager's do.
+    The gradient of a cross entropy is then the probabilities minus the one-hot target, without a sum over classes. For
+    16-bit floats it uses unrounded logarithms; other gradients use rounded ones, as in eager.
     """
     if config.numerics == "eager":
         return 0
@@ -38,7 +38,7 @@ def keep_logits(module: fx.GraphModule) -> int:
         readers = [u for u in readers if u.args[1] in known and u.args[0] not in known]
         if not readers or _is_unfit(node.meta["val"]):
             continue
-        for detached in reversed(known[1:]):  # would be saved whole: the cut takes none for what can be computed again
+        for detached in reversed(known[1:]):  # would be saved: the cut does not recompute it
             detached.replace_all_uses_with(node)
             module.graph.erase_node(detached)
         wide, result = _spell_forward(node)
@@ -50,12 +50,12 @@ def keep_logits(module: fx.GraphModule) -> int:
 
 
 def _is_unfit(value: torch.Tensor) -> bool:
-    """Whether there is no maximum, or no mode in which values of further calls can be made."""
+    """Whether some dim is empty, so that there is no maximum, or the value has no fake mode for new values."""
     return any(type(s) is int and s == 0 for s in value.shape) or getattr(value, "fake_mode", None) is None
 
 
 def _same(node: fx.Node) -> list[fx.Node]:
-    """The node and what is detached of it."""
+    """The node and its detached copies."""
     found = [node]
     for n in found:
         found += [u for u in n.users if u.target is aten.detach.default]
@@ -63,9 +63,9 @@ def _same(node: fx.Node) -> list[fx.Node]:
 
 
 def _spell_forward(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """x - max - log(sum(exp(x - max))), of which the backward computes all but the two sums over rows again.
+    """x - max - log(sum(exp(x - max))), in float32 and in the dtype of `node`.
 
-    In float32, and in the dtype of `node`.
+    The backward recomputes all of it but the maximum and the sum of each row.
     """
     arguments: tuple[Any, ...] = node.args
     x, dim, _ = arguments
@@ -78,7 +78,7 @@ def _spell_forward(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     own = node.meta["val"].dtype
     rounded = result if own is F32 else write(aten._to_copy.default, result, dtype=own)
     made = [above, result, rounded]
-    if not is_contiguous(rounded.meta["val"]):  # which eager's result is, whatever `x` is
+    if not is_contiguous(rounded.meta["val"]):  # eager's result is contiguous for any `x`
         made.append(write(aten.clone.default, rounded, memory_format=torch.contiguous_format))
     for again in made:
         again.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
@@ -86,7 +86,7 @@ def _spell_forward(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _spell_gradient(node: fx.Node, logs: fx.Node) -> None:
-    """(class is the target) * v - exp(logs) * v, if a loss hands v to the target of each row."""
+    """Replace the gradient by (class is the target) * v - exp(logs) * v, if a loss gives v to each row's target."""
     arguments: tuple[Any, ...] = node.args
     grad, _, dim, dtype = arguments
     if getattr(grad, "target", None) is not aten.nll_loss_backward.default or len(grad.users) != 1 or grad.kwargs:

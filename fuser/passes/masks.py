@@ -1,7 +1,7 @@
-"""Masks of attention that are added to the scores: is a tensor nothing but zeros and huge numbers?
+"""Recognises additive attention masks: tensors of zeros and huge negative numbers.
 
-`(1 - padding) * -1e9` and its like are, if `padding` is made of integers or truth values. Under autocast the fused
-operator rounds what it is given, which leaves such masks what they mean, but not a bias of any other kind.
+`(1 - padding) * -1e9` and the like are masks if `padding` is made of integers or bools. Under autocast the fused
+operator rounds its bias. That keeps the meaning of such a mask, but changes other biases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import fx
 
 from fuser.passes.calls import call_of, number_of, value_of
 
-HUGE = -1e9  # and below: beside it no score counts
+HUGE = -1e9  # at most this: such a score has no weight beside others
 _DEEPEST = 12
 _MOVES = frozenset(
     "getitem unsqueeze squeeze view reshape expand expand_as transpose permute contiguous to float type detach".split()
@@ -33,7 +33,7 @@ def _name(node: fx.Node) -> str:
 
 
 def is_mask(node: Any, depth: int = _DEEPEST) -> bool:
-    """Whether each element is 0 or at most `HUGE`, as far as the graph says how it was made."""
+    """Whether each element is certainly 0 or at most `HUGE`, as far as the graph shows."""
     if not isinstance(node, fx.Node) or depth == 0 or node.kwargs and _name(node) not in ("to", "type"):
         return False
     name = _name(node)
@@ -53,7 +53,7 @@ def _number(value: Any) -> float | None:
 
 
 def _is_whole(node: Any, depth: int) -> bool:
-    """Whether each element is a whole number: of an integer dtype, or made from such by moving, casting, adding."""
+    """Whether each element is a whole number: of an integer dtype, or moved, cast or added from such tensors."""
     if isinstance(node, (int, float)):
         return float(node).is_integer()
     value = value_of(node)

@@ -1,8 +1,8 @@
-"""Norms in training: their results are decomposed before the cut between forward and backward, and recomposed after it.
+"""Norms in training: results are decomposed before the cut between forward and backward, and recomposed after it.
 
-A norm's backward reads the norm's input. With the norm as one operator, the cut would save its result, too, whenever an
+A norm's backward reads the norm's input. If the norm is one operator, the cut also saves its result whenever an
 activation's gradient reads that. So the joint graph computes the result from the input and the statistics, which the
-backward can do again. Lowerings of norms have the same operations in the same order: the bits are the forward's.
+backward can repeat. Lowerings of norms have the same operations in the same order: the bits are the forward's.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fuser.passes.writing import Writer
 
 aten = torch.ops.aten
 _NORM = "decomposed_norm"  # in the meta of a result that was decomposed: the name of its norm
-_MOST_READERS = 64  # readers of a norm's result that are looked at; of more than that the backward reads some
+_MOST_READERS = 64  # readers of a norm's result that are searched; of more, the backward is assumed to read some
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def decompose_norms(module: fx.GraphModule) -> int:
-    """Compute a norm's result from its statistics and its input by single operators, where the backward reads it."""
+    """A norm's result that the backward reads is computed from its statistics and its input by single operators."""
     behind = after_tangents(module.graph)
     if config.numerics == "eager" or not behind:
         return 0
@@ -41,7 +41,7 @@ def decompose_norms(module: fx.GraphModule) -> int:
 
 
 def _needed(norm: fx.Node, items: dict[Any, fx.Node], behind: set[fx.Node]) -> bool:
-    """Whether the backward reads the norm's input and, through elementwise work or directly, its result."""
+    """Whether the backward reads the norm's input and also its result, directly or through elementwise operators."""
     if 0 not in items or not any(u in behind for u in norm.args[0].users):  # type: ignore[union-attr]
         return False
     found, seen = [items[0]], {items[0]}
@@ -55,7 +55,7 @@ def _needed(norm: fx.Node, items: dict[Any, fx.Node], behind: set[fx.Node]) -> b
 
 
 def _is_plain(norm: fx.Node, items: dict[Any, fx.Node]) -> bool:
-    """Whether kernels compute a norm from float32 statistics as it is decomposed here."""
+    """Whether kernels compute the norm from float32 statistics in the order used here."""
     x, out = norm.args[0].meta["val"], items[0].meta["val"]  # type: ignore[union-attr]
     statistics = [items[i].meta["val"] if i in items else None for i in _SPELLED[norm.target][1]]
     if any(s is None or s.dtype is not torch.float32 for s in statistics):
@@ -74,7 +74,7 @@ def _decompose(norm: fx.Node, items: dict[Any, fx.Node], behind: set[fx.Node]) -
     spell, numbers = _SPELLED[norm.target]
     write = Writer(items[0])
     statistics = []
-    for i in numbers:  # in front of what reads them here
+    for i in numbers:  # before their readers here
         own = write(operator.getitem, norm, i)
         own.meta = dict(items[i].meta)
         items[i].replace_all_uses_with(own)
@@ -88,7 +88,7 @@ def _decompose(norm: fx.Node, items: dict[Any, fx.Node], behind: set[fx.Node]) -
         value = write(aten.clone.default, value, memory_format=torch.contiguous_format)
     value.meta[_NORM] = norm.name
     write.instead(value)
-    # What a library's call in the backward reads is written to memory anyway. A policy of the user's stays.
+    # An operand of a library's call in the backward is stored in any case. A user's policy stays.
     if "recompute" not in value.meta and is_read(value, lambda u: u in behind and op_name(u.target) in _CALLS):
         value.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
@@ -99,7 +99,7 @@ _CALLS = frozenset({*LIBRARY, "aten.convolution_backward"})
 def normalised(
     write: Writer, x: Any, operands: Sequence[Any], noted: Callable[[fx.Node], fx.Node] = lambda node: node
 ) -> fx.Node:  # fmt: skip
-    """(x - mean) * rstd * weight + bias in float32, without those of the four that are None. `noted` sees each step."""
+    """(x - mean) * rstd * weight + bias in float32, without operands that are None. `noted` is called on each step."""
     value = _wide(write, x)
     steps = (aten.sub.Tensor, aten.mul.Tensor, aten.mul.Tensor, aten.add.Tensor)
     for target, each in zip(steps, operands, strict=True):
@@ -123,7 +123,7 @@ def _rms(write: Writer, norm: fx.Node, rstd: fx.Node) -> Sequence[Any]:
 
 
 def batch_operands(write: Writer, norm: fx.Node, mean: fx.Node, rstd: fx.Node) -> Sequence[Any]:
-    """The operands of a batch norm's result, in its dims."""
+    """The operands of a batch norm's result, reshaped to its dims."""
     return [_of_channels(write, norm, t) for t in (mean, rstd, *norm.args[1:3])]
 
 
@@ -146,7 +146,7 @@ def _of_channels(write: Writer, norm: fx.Node, t: Any) -> Any:
     return None if t is None else write(aten.view.default, t, [1, -1, *[1] * (rank - 2)])
 
 
-# The operands of each norm's result, and which of its other results are the statistics among them.
+# For each norm, the function that gives its operands, and the numbers of the results that are its statistics.
 _SPELLED: dict[Any, tuple[Callable[..., Sequence[Any]], tuple[int, ...]]] = {
     aten.native_layer_norm.default: (_layer, (1, 2)),
     aten._fused_rms_norm.default: (_rms, (1,)),
@@ -157,7 +157,7 @@ _SPELLED: dict[Any, tuple[Callable[..., Sequence[Any]], tuple[int, ...]]] = {
 
 
 def recompose_norms(forward: fx.GraphModule) -> None:
-    """Give a forward, behind the cut, the results of the norms that were decomposed for it."""
+    """In the forward, after the cut, use the norms' own results again instead of the decomposed ones."""
     graph = forward.graph
     names = {n.name: n for n in graph.nodes}
     for value in [n for n in graph.nodes if _NORM in n.meta]:
@@ -172,7 +172,7 @@ def recompose_norms(forward: fx.GraphModule) -> None:
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """A node that nobody reads, and what only it read."""
+    """Erase a node without readers, and its inputs that had no other reader."""
     todo = [node]
     while todo:
         n = todo.pop()

@@ -1,4 +1,4 @@
-"""Rewrites of dynamo's graph that bring different spellings of one thing together. All keep writes in their places."""
+"""Rewrites of Dynamo's graph that unify different spellings. All of them keep the order of writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fuser.passes.calls import Call, call_of, is_dead_dropout, shape_of, value_o
 
 
 def name_written(module: fx.GraphModule) -> int:
-    """Readers of a tensor behind a write in place take the result of the write, which is the same tensor."""
+    """Readers of a tensor after an in-place write read the result of the write, which is the same tensor."""
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     changed = 0
     for node in module.graph.nodes:
@@ -33,12 +33,12 @@ def _returns_what_it_writes(node: fx.Node) -> bool:
     return effect(node.op, node.target, node.args, node.kwargs) is Effect.RETURNS_WRITTEN
 
 
-# Calls that eager answers with the very tensor they are given.
+# Calls for which eager returns the very tensor that they are given.
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def drop_identities(module: fx.GraphModule) -> int:
-    """Dead dropouts, casts to the dtype that is there and `contiguous` of what is: eager gives back their argument."""
+    """Dead dropouts, casts to the same dtype and `contiguous` of contiguous tensors go: eager returns their input."""
     changed = 0
     for node in list(module.graph.nodes):
         call = call_of(node)
@@ -65,19 +65,19 @@ def _is_identity(call: Call) -> bool:
 
 
 def put_known_numbers(module: fx.GraphModule) -> int:
-    """An integer that is the same in each call of the graph is a constant: `as_tensor` would cut it to 32 bits."""
+    """An integer that is the same in each call becomes a constant: `as_tensor` would truncate it to 32 bits."""
     values = {n: n.meta.get("example_value") for n in module.graph.nodes}
     symbols = {n: v.node.maybe_as_int() for n, v in values.items() if isinstance(v, torch.SymInt)}
     known = {n: number for n, number in symbols.items() if number is not None}
     made = dict.fromkeys(u for n in known for u in n.users if isinstance(values[u], torch.Tensor))
-    users = [u for u in made if not isinstance(u.target, torch._ops.HigherOrderOperator)]  # they take no constants
+    users = [u for u in made if not isinstance(u.target, torch._ops.HigherOrderOperator)]  # these accept no constants
     for user in users:
         user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: known.get(n, n))
     return len(users)
 
 
 def keep_loss_weights(module: fx.GraphModule) -> int:
-    """A weighted `l1_loss` is called past torch's function modes, to which it does not hand its weights."""
+    """A weighted `l1_loss` is called without torch's function modes, to which it does not pass its weights."""
     changed = 0
     for node in module.graph.nodes:
         if node.target is F.l1_loss and (len(node.args) > 5 or node.kwargs.get("weight") is not None):
@@ -87,6 +87,6 @@ def keep_loss_weights(module: fx.GraphModule) -> int:
 
 
 def weighted_l1_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`F.l1_loss`, which no mode takes over."""
+    """`F.l1_loss`, which no mode intercepts."""
     with torch._C.DisableTorchFunction():
         return F.l1_loss(*args, **kwargs)

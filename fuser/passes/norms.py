@@ -1,8 +1,8 @@
-"""Batch norms in training: what the backward reads of their results it computes again from their input.
+"""Batch norms in training: the backward recomputes activations of their results from their input.
 
-A batch norm's backward needs the norm's input in any case. Eager keeps, beside that, the activation behind it, for the
-next convolution's backward. An activation is a few operations on the input and four numbers of each channel, the
-same operations in the same order as in the norm, so that the backward sees the very bits of the forward.
+A batch norm's backward needs the norm's input in any case. Eager also saves the activation after the norm, for the next
+convolution's backward. An activation is a few operations on the input and four numbers per channel. They run in the
+same order as in the norm, so that the backward reads the same bits as the forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NORM = aten._native_batch_norm_legit_functional.default
 
 
 def norms_again(module: fx.GraphModule) -> int:
-    """What a backward reads of an activation behind a batch norm is computed again from what the norm read."""
+    """An activation of a batch norm's result that the backward reads is recomputed from the norm's input."""
     if config.numerics == "eager":
         return 0
     order = {node: i for i, node in enumerate(module.graph.nodes)}
@@ -42,7 +42,7 @@ def _item(node: fx.Node, at: int) -> fx.Node | None:
 
 
 def _why_not(norm: fx.Node) -> bool:
-    """Whether a norm is none of float32 images on the CPU in training, whose backward reads its input."""
+    """Whether a norm does not qualify: not float32 on the CPU in training, or its input is not saved."""
     x, weight, bias, _, _, training, *_ = norm.args
     tensors = [n.meta["val"] for n in (x, weight, bias) if isinstance(n, fx.Node)]
     plain = all(t.dtype is torch.float32 and t.device.type == "cpu" for t in tensors)
@@ -51,7 +51,7 @@ def _why_not(norm: fx.Node) -> bool:
 
 
 class _Again:
-    """One norm: the values that follow from it alone, and their copies for the backward."""
+    """One norm: the values that depend on it alone, and their copies for the backward."""
 
     def __init__(
         self, norm: fx.Node, statistics: tuple[fx.Node, fx.Node], order: dict[fx.Node, int], behind: set[fx.Node],
@@ -61,7 +61,7 @@ class _Again:
         self.copies: dict[fx.Node, fx.Node] = {}
 
     def rewrite(self, out: fx.Node) -> int:
-        """Have the backward read copies; returns how many readers do."""
+        """Make the backward read copies; returns the number of readers changed."""
         values = self._values(out)
         readers = [(v, u) for v in values for u in v.users if u in self.behind and u.target is not aten.detach.default]
         kept = {_origin(v) for v in values if v in self.results}
@@ -79,7 +79,7 @@ class _Again:
         return len(readers)
 
     def _values(self, out: fx.Node) -> list[fx.Node]:
-        """The norm's result, activations of it, and what is detached of these."""
+        """The norm's result, its activations, and their detached copies."""
         found = [out]
         for value in found:
             for user in value.users:
@@ -89,7 +89,7 @@ class _Again:
         return found
 
     def _source(self, value: fx.Node, reader: fx.Node) -> fx.Node:
-        """What a reader may read instead: where a ReLU is zero, its argument tells as well."""
+        """The value whose copy a reader uses: a ReLU's mask can be taken from the ReLU's argument."""
         origin = _origin(value)
         mask = reader.target is aten.threshold_backward.default and reader.args[1] is value and reader.args[2] == 0
         if mask and reader.args[0] is not value and origin.target is aten.relu.default:
@@ -122,7 +122,7 @@ def _origin(node: fx.Node) -> fx.Node:
 
 
 def _is_activation(node: fx.Node) -> bool:
-    """Whether a call is elementwise in its one tensor, draws nothing, and gives what it was given in size and dtype."""
+    """Whether a call is elementwise in its one tensor, draws nothing, and keeps size and dtype."""
     target = node.target
     if not is_pointwise(target) or len(node.all_input_nodes) != 1 or draws(target) or target._schema.is_mutable:
         return False

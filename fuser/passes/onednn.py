@@ -1,11 +1,11 @@
-"""Matmuls of dense matrices on the CPU by the fastest of several libraries, and what follows as part of the matmul.
+"""Products of dense matrices on the CPU by the fastest of several libraries, with activations folded into the call.
 
-`mkldnn._linear_pointwise(x[M,K], w[N,K], bias, op, scalars, algorithm)` does `op(x @ w.T + bias)`. Whether it is faster
-than `mm` and `addmm` (MKL, where it is) depends on the machine: at 512 rows it takes 0.82 of MKL's time on two AMD
-cores, and 1.27 on sixteen Intel ones. So a contest decides for each class of products (`providers`), unless
+`mkldnn._linear_pointwise(x[M,K], w[N,K], bias, op, scalars, algorithm)` computes `op(x @ w.T + bias)`. Whether it is
+faster than `mm` and `addmm` (MKL, where present) depends on the machine: with 512 rows it takes 0.82 of MKL's time on
+two AMD cores, and 1.27 on sixteen Intel ones. So a contest decides for each class of products (`providers`), unless
 `config.linear_backend` names one. oneDNN adds up a row in order where MKL splits it, so its rounding errors are up to
 twice MKL's, of the same order. A transposed left operand, as in the gradient of weights, is copied by a kernel first,
-which is faster than oneDNN's own copy. Results of 32 MiB or more go another way (`runtime.products`).
+which is faster than oneDNN's own copy. Results of 32 MiB or more are made by `runtime.products`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from fuser.passes.providers import OF_ONEDNN, Epilogue, linear_op
 from fuser.runtime import packing, products, warm
 
 aten = torch.ops.aten
-_WIDE = 1 << 13  # columns from which on a result with an open number of rows may be large
+_WIDE = 1 << 13  # columns from which a result with a symbolic number of rows may be large
 _MOST_COPIED = 1 << 22  # elements of a transposed left operand
 _SWAPS: dict[Any, tuple[Any, ...]] = {aten.t.default: (), aten.permute.default: ([1, 0],), aten.transpose.int: (0, 1)}
-# In the meta of an input: a parameter that does not change; of a call: its weight is packed once.
+# In the meta of an input: a parameter that does not change. In the meta of a call: its weight is packed once.
 FROZEN, PACKED = "frozen", "packed"
 
 
 def _matrix(node: Any, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> torch.Tensor | None:
-    """The recorded value of a node that is a dense two-dimensional tensor of one of `dtypes` on the CPU."""
+    """The recorded value of a node, if it is a dense matrix of one of `dtypes` on the CPU; else None."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.dtype not in dtypes:
         return None
@@ -42,7 +42,7 @@ def _matrix(node: Any, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> to
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node] | None:
-    """(bias, x, w) of a call that is `x @ w` or `bias + x @ w` with a bias for each column; else None."""
+    """(bias, x, w) of a call that is `x @ w` or `bias + x @ w` with a bias per column; else None."""
     if node.target is aten.mm.default and not node.kwargs:
         x, w = node.args
         return None, x, w  # type: ignore[return-value]
@@ -56,7 +56,7 @@ def _operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node] | None:
 
 
 def fits(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether oneDNN can make `x @ w` without a large copy: matrices on the CPU."""
+    """Whether oneDNN can compute `x @ w`, matrices on the CPU, without a large copy."""
     inner, columns = w.shape
     if _is_transposed(x) and size_hint(x.shape[0]) * size_hint(inner) > _MOST_COPIED:
         return False
@@ -67,7 +67,7 @@ def chosen(
     x: torch.Tensor, w: torch.Tensor, bias: bool, epilogue: Epilogue | None = None, read: bool = False,
     frozen: bool = False,
 ) -> str:  # fmt: skip
-    """Which of `providers` makes `x @ w (+ bias)`: matrices on the CPU, of sizes that `fits` takes."""
+    """The one of `providers` that computes `x @ w (+ bias)`: matrices on the CPU for which `fits` is True."""
     inner, columns = w.shape
     rows = size_hint(x.shape[0])
     if config.linear_backend == "onednn":
@@ -81,12 +81,12 @@ def chosen(
 
 
 def _is_transposed(x: torch.Tensor) -> bool:
-    """Whether rows are not in one piece each: oneDNN's linear then needs a copy, where MKL reads as it is."""
+    """Whether `x` is stored by columns: oneDNN's linear then copies it, while MKL reads it as it is."""
     return are_numbers(x.stride(0)) and x.stride(0) == 1 and not is_contiguous(x)
 
 
 def _transposed(graph: fx.Graph, w: fx.Node) -> fx.Node:
-    """`w.t()`: what a transpose was made of, or a new transpose."""
+    """`w.t()`: the source of `w` if that is a transpose itself, else a new transpose."""
     base = w.args[0] if w.args else None
     if w.target in _SWAPS and tuple(w.args[1:]) == _SWAPS[w.target] and isinstance(base, fx.Node):
         return base
@@ -96,9 +96,9 @@ def _transposed(graph: fx.Graph, w: fx.Node) -> fx.Node:
 
 
 def _copied(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """A transposed left operand with its rows in one piece each: a kernel copies it faster than oneDNN does.
+    """A transposed left operand copied to row-major: a kernel copies it faster than oneDNN does.
 
-    The kernel that makes the operand would write it both ways at half the speed.
+    Fused with the operand's producer, which would store both orders, it ran at half the speed.
     """
     new = graph.call_function(aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
     new.meta = {"val": x.meta["val"].clone(memory_format=torch.contiguous_format), APART: True}
@@ -106,7 +106,7 @@ def _copied(graph: fx.Graph, x: fx.Node) -> fx.Node:
 
 
 def linear_to_onednn(module: fx.GraphModule) -> int:
-    """`mm` and `addmm` become oneDNN's linear, or lose their bias to a kernel, where that is faster."""
+    """`mm` and `addmm` become oneDNN's linear, or leave their bias to a kernel, where that is faster."""
     op = linear_op()
     if op is None or config.linear_backend == "aten" or config.numerics == "eager":
         return 0
@@ -114,7 +114,7 @@ def linear_to_onednn(module: fx.GraphModule) -> int:
 
 
 def _provide(node: fx.Node, op: Any) -> bool:
-    """Have the fastest provider make a product; whether the node changed."""
+    """Let the fastest provider compute a product; returns whether the node changed."""
     operands = _operands(node)
     if operands is None:
         return False
@@ -153,14 +153,14 @@ def _provide(node: fx.Node, op: Any) -> bool:
 
 
 def _is_frozen(w: fx.Node) -> bool:
-    """Whether a product's right operand is the transpose of a parameter that the user promised not to change."""
+    """Whether a product's right operand is the transpose of a parameter that the user declared frozen."""
     swapped = w.op == "call_function" and w.target in _SWAPS and tuple(w.args[1:]) == _SWAPS[w.target]
     base = w.args[0] if swapped else None
     return isinstance(base, fx.Node) and FROZEN in base.meta
 
 
 def _is_read_by_kernels(node: fx.Node) -> bool:
-    """Whether all readers of a node, views of it looked through, can be parts of kernels, and there is one."""
+    """Whether a node has readers, and all of them, through views, can be part of kernels."""
     kinds = [(_is_read_by_kernels(u) if is_view(u.target) else classify(u).kind is Kind.COMPUTE) for u in node.users]
     return bool(kinds) and all(kinds)
 
@@ -168,7 +168,7 @@ def _is_read_by_kernels(node: fx.Node) -> bool:
 def large_products(module: fx.GraphModule) -> int:
     """A product whose result malloc would map anew is written by oneDNN into warm memory, or into huge pages.
 
-    Where the number of rows is open, each call decides.
+    With a symbolic number of rows, each call decides.
     """
     changed = 0
     for node in list(module.graph.nodes):
@@ -181,7 +181,7 @@ def large_products(module: fx.GraphModule) -> int:
 
 
 def _may_be_large(node: fx.Node) -> bool:
-    """Whether the result of an `mm` has an open number of rows, and so many columns that it is often large."""
+    """Whether the result of an `mm` has a symbolic number of rows, and so many columns that it is often large."""
     operands = [_matrix(a) for a in node.args]
     x, w = operands
     if x is None or w is None or type(x.shape[0]) is int or not are_numbers(*w.shape) or w.shape[0] == 0:
@@ -190,7 +190,7 @@ def _may_be_large(node: fx.Node) -> bool:
 
 
 def is_large(node: fx.Node) -> bool:
-    """Whether an `mm` or `addmm` can be written into memory of choice, and malloc would map its result anew."""
+    """Whether an `mm` or `addmm` can be written into chosen memory, and malloc would map its result anew."""
     result, operands = _matrix(node), [_matrix(a) for a in node.args[-2:]]
     if result is None or any(v is None or any(type(s) is not int or s < 1 for s in v.shape) for v in operands):
         return False
@@ -198,7 +198,7 @@ def is_large(node: fx.Node) -> bool:
 
 
 def _is_free_to_choose(node: fx.Node) -> bool:
-    """Whether settings, torch and the reader of a product let its result be written into memory of choice."""
+    """Whether settings, torch and the product's reader allow its result to be written into chosen memory."""
     reader = only_reader(node)
     if config.linear_backend == "aten" or config.numerics == "eager" or linear_op() is None:
         return False
@@ -214,7 +214,7 @@ _EPILOGUES: dict[Any, Callable[[fx.Node], Epilogue]] = {
 
 
 def only_reader(node: fx.Node) -> fx.Node | None:
-    """The one node that reads this one, views of it looked through."""
+    """The only reader of a node, through views; None if there are several or none."""
     while len(node.users) == 1:
         (user,) = node.users
         if not is_view(user.target):
@@ -224,14 +224,14 @@ def only_reader(node: fx.Node) -> fx.Node | None:
 
 
 def epilogue_of(node: fx.Node) -> tuple[fx.Node, str, str] | None:
-    """The activation that alone reads a product and may be part of it: the node, oneDNN's name and algorithm."""
+    """A product's only reader, if it is an activation that can be folded: the node, oneDNN's name and algorithm."""
     reader = only_reader(node)
     found = _EPILOGUES[reader.target](reader) if reader is not None and reader.target in _EPILOGUES else None
     return (reader, *found) if reader is not None and found is not None else None
 
 
 def fold_epilogues(module: fx.GraphModule) -> int:
-    """An activation that alone reads a oneDNN linear becomes part of it."""
+    """An activation that is the only reader of a oneDNN linear becomes part of it."""
     op = linear_op()
     changed = 0
     for node in list(module.graph.nodes):
@@ -248,7 +248,7 @@ def fold_epilogues(module: fx.GraphModule) -> int:
 
 
 def _leave_out(activation: fx.Node) -> None:
-    """Have what an activation reads stand for its result."""
+    """Replace an activation's result by its argument."""
     source = activation.args[0]
     assert isinstance(source, fx.Node)
     activation.replace_all_uses_with(source)

@@ -1,4 +1,4 @@
-"""The order of a program's steps: what must come before what, because it is read, drawn, or written over."""
+"""The order of a program's steps, by dependences through reads, writes and random numbers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from fuser.passes.grouping import is_grown
 
 
 class Ordered(Protocol):
-    """A step: what it defines, reads and writes, its place in the original order, and its node if it is one call.
+    """A step: what it defines, reads and writes, its rank in the original order, and its node if it is one call.
 
-    Before one that writes `first` come all groups that read what it writes. If it is a group, all others do, too.
+    A write that is `first` comes after all groups that read what it writes. If it is a group, it comes after all
+    readers.
     """
 
     @property
@@ -37,7 +38,7 @@ class Ordered(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is not written as a call yet."""
+    """A step that has not been written as a call yet."""
 
     defines: Sequence[fx.Node]
     reads: Sequence[fx.Node]
@@ -49,13 +50,13 @@ class Step:
 
 
 def step_of(node: fx.Node, rank: int) -> Step:
-    """The step of a call that is in no group."""
+    """The step of a call that is not in a group."""
     writes = [base_of(node.args[0])] if is_mutable(node) and node.args else []
     return Step([node], node.all_input_nodes, rank, writes, MARK in node.meta, False, node)
 
 
 def rank_of(plan: GroupPlan, rank: Mapping[fx.Node, int]) -> int:
-    """A group's place in the original order: that of its last result."""
+    """A group's rank in the original order: that of its last result."""
     if any(map(is_grown, plan.outputs)):
         return len(rank)
     return max(rank[o] for o in plan.outputs if not is_mutable(o))
@@ -65,7 +66,7 @@ S = TypeVar("S", bound=Ordered)
 
 
 def _before_writes(steps: Sequence[S]) -> dict[int, set[int]]:
-    """What comes before each step because of writes: readers of an old content before its write, others behind it."""
+    """For each step, steps that precede it due to writes: readers of old contents before the write, others after it."""
     writers = [(i, base_of(w)) for i, s in enumerate(steps) for w in s.writes]
     found: dict[int, set[int]] = {}
     if not writers:
@@ -84,7 +85,7 @@ def _before_writes(steps: Sequence[S]) -> dict[int, set[int]]:
 
 
 def needs(steps: Sequence[S]) -> list[set[int]]:
-    """For each step those that must come before it."""
+    """For each step, the steps that must come before it."""
     maker = {node: i for i, s in enumerate(steps) for node in s.defines}
     first = _before_writes(steps)
     drawing = [i for i, s in enumerate(steps) if s.node is not None and may_draw(s.node.target)]
@@ -94,7 +95,7 @@ def needs(steps: Sequence[S]) -> list[set[int]]:
 
 
 def in_circles(steps: Sequence[S]) -> set[int]:
-    """The steps that have to come before themselves, and those in between."""
+    """The steps on cycles of dependences, and those between cycles."""
     before = needs(steps)
     after: list[set[int]] = [set() for _ in steps]
     for i, found in enumerate(before):
@@ -104,7 +105,7 @@ def in_circles(steps: Sequence[S]) -> set[int]:
 
 
 def _peeled(steps: Iterable[int], before: Sequence[set[int]], after: Sequence[set[int]]) -> set[int]:
-    """What is left of `steps` once those before which none of them has to come are taken away, again and again."""
+    """The rest of `steps` after repeatedly removing each step that depends on no other step of the rest."""
     left = set(steps)
     count = {i: len(before[i] & left) for i in left}
     ready = [i for i in left if not count[i]]

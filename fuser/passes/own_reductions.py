@@ -1,4 +1,4 @@
-"""Reductions that users register: a row of the table, and the lowering of an operator to it."""
+"""Reductions that users register: a row of the table, and an operator's lowering to it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _lower(name: str, ctx: LoweringContext, x: TensorBox, dim: Dims = None, keep
 
 
 def unregister_reduction(name: str) -> None:
-    """Take away a reduction that was registered, and the lowering that came with it. ConfigError for any other."""
+    """Remove a reduction that was registered, and its lowering. ConfigError for any other."""
     remove_row("reduction", REDUCTIONS, name, lower_to_reduction(name))
 
 

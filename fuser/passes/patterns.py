@@ -1,4 +1,4 @@
-"""Passes made of two functions: what one computes is replaced by what the other computes."""
+"""Passes made of two functions: calls of the pattern are replaced by calls of the replacement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fuser.passes.checking import BrokenGraph
 def compile_pattern(
     stage: str, pattern: Callable[..., Any], replacement: Callable[..., Any], example_inputs: Sequence[Any]
 ) -> Callable[[fx.GraphModule], int]:
-    """A pass that replaces each match of `pattern`. Traced when first needed, on `example_inputs`."""
+    """A pass that replaces each match of `pattern`. Both are traced on `example_inputs` when first needed."""
     traced: list[fx.GraphModule] = []
 
     def replace(module: fx.GraphModule) -> int:
@@ -28,7 +28,7 @@ def compile_pattern(
 
 
 def _trace(stage: str, function: Callable[..., Any], example_inputs: Sequence[Any]) -> fx.GraphModule:
-    """The function's calls as graphs of the stage have them: torch functions before autograd, ATen afterwards."""
+    """The traced function, with calls as in the stage's graphs: torch functions before autograd, ATen after it."""
     if stage == "pre_grad":
         return fx.symbolic_trace(function)
     from torch._subclasses.fake_tensor import unset_fake_temporarily

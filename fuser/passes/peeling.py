@@ -1,4 +1,4 @@
-"""Scales, casts and exchanges of dims around the operands of attention: what is left when they are taken off."""
+"""Removes scales, casts and transposes around the operands of attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIXTEEN = frozenset({torch.bfloat16, torch.float16})
 
 
 def without_scale(call: Call) -> tuple[fx.Node, float]:
-    """What a product with a number, or a quotient by one, is made of."""
+    """The operand and the factor of a product with a number, or of a quotient by one."""
     if len(call.args) != 2 or call.kwargs:
         raise Mismatch
     left, right = call.args
@@ -37,7 +37,7 @@ class Peeled:
 
 
 def peeled(factor: Factor, casts: bool, calm: Callable[[fx.Node], bool]) -> Peeled:
-    """A factor without scales, exchanges of its last two dims and, if `casts`, casts from 16 bits to float32."""
+    """A factor without scales, swaps of its last two dims and, if `casts`, casts from 16 bits to float32."""
     best, scale, wide = Peeled(factor), 1.0, False
     while True:
         node, call = factor.node, call_of(factor.node)
@@ -65,7 +65,7 @@ def peeled(factor: Factor, casts: bool, calm: Callable[[fx.Node], bool]) -> Peel
 
 
 def _swap_source(node: fx.Node) -> fx.Node | None:
-    """What a view is made of that exchanges the last two dims."""
+    """The source of a view that swaps the last two dims; None for other nodes."""
     rank = len(shape_of(node) or ())
     if node.op == "call_function" and node.target is getattr:
         return node.args[0] if node.args[1] == "mT" else None  # type: ignore[return-value]
@@ -82,7 +82,7 @@ def _swap_source(node: fx.Node) -> fx.Node | None:
 
 
 def _widens(call: Call) -> bool:
-    """Whether a cast makes float32 of a 16-bit float on the same device."""
+    """Whether a cast converts a 16-bit float to float32 on the same device."""
     before, after = value_of(call.args[0]), value_of(call.node)
     if before is None or after is None or before.device != after.device or before.shape != after.shape:
         return False
@@ -93,7 +93,7 @@ _MOVES = ("transpose", "permute", "reshape", "view", "flatten", "contiguous", "s
 
 
 def narrowed(node: fx.Node) -> fx.Node:
-    """The cast to 16 bits that alone reads a float32 result, perhaps moved; the node itself if there is none."""
+    """The only reader, through moves, of a float32 result, if it casts to 16 bits; else the node itself."""
     reader = node
     for _ in range(6):
         if len(reader.users) != 1:

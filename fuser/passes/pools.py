@@ -1,4 +1,4 @@
-"""Max pools between forward and backward: offsets in windows are saved, a byte each, where indices take eight."""
+"""Max pools save offsets in windows between forward and backward: one byte each, where an index takes eight."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _BACKWARD = {2: aten.max_pool2d_with_indices_backward.default, 3: aten.max_pool3
 
 
 def pools_by_offsets(module: fx.GraphModule) -> int:
-    """Max pools whose indices only their gradients read give offsets, and the gradients read those.
+    """Max pools whose indices only their gradients read return offsets, which the gradients use instead.
 
-    Where kernels make both: the backward needs the pool's input no more, only its sizes.
+    Only if kernels compute both. The backward then needs only the sizes of the pool's input.
     """
     changed = 0
     for pool in [n for n in module.graph.nodes if n.target in _DIMS and not n.kwargs]:
@@ -39,7 +39,7 @@ def pools_by_offsets(module: fx.GraphModule) -> int:
 
 
 def _windows(pool: fx.Node) -> tuple[Any, ...] | None:
-    """Kernel, stride, padding, dilation and ceil mode, if kernels make the pool and its gradient."""
+    """Kernel, stride, padding, dilation and ceil mode, if kernels compute the pool and its gradient; else None."""
     given: list[Any] = [*pool.args, *_DEFAULTS[len(pool.args) - 2 :]]
     x, kernel, stride, padding, dilation, ceil = given
     n, value = _DIMS[pool.target], x.meta.get("val")  # type: ignore[index]
@@ -60,7 +60,7 @@ _DEFAULTS: Sequence[Any] = ((), (0,), (1,), False)
 
 
 def _is_gradient(node: fx.Node, pool: fx.Node, indices: fx.Node) -> bool:
-    """Whether a node is the gradient of a pool, and reads its indices as such alone."""
+    """Whether a node is the gradient of a pool, and uses its indices only as such."""
     n = _DIMS[pool.target]  # type: ignore[index]
     if node.target is not _BACKWARD[n] or node.kwargs or len(node.args) != 8 or node.args[7] is not indices:
         return False

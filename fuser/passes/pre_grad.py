@@ -1,4 +1,4 @@
-"""Passes over dynamo's graph, before autograd, in the order in which they run."""
+"""Passes over Dynamo's graph, before autograd, in the order in which they run."""
 
 from __future__ import annotations
 

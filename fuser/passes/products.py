@@ -1,4 +1,4 @@
-"""The two products of attention in all spellings: which operand is what, and how its dims have to be ordered."""
+"""Reads the two products of attention in all spellings: the role of each operand, and the order of its dims."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fuser.passes.calls import Call, shape_of
 
 
 class Mismatch(Exception):
-    """This is no attention, or one that cannot be rewritten safely."""
+    """Raised for a chain that is not attention, or cannot be rewritten safely."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """An operand: `order` names the dim of `node` that each dim of (batch ..., rows, width) is; None: repeated."""
+    """An operand. `order`: for each dim of (batch ..., rows, width), the dim of `node`; None: repeated."""
 
     node: fx.Node
     order: tuple[int | None, ...]
@@ -27,11 +27,11 @@ class Factor:
         return self.order == tuple(range(len(self.order)))
 
     def swapped(self) -> Factor:
-        """The same with rows and width exchanged."""
+        """The factor with rows and width swapped."""
         return Factor(self.node, (*self.order[:-2], self.order[-1], self.order[-2]))
 
     def of(self, node: fx.Node, swap: bool) -> Factor:
-        """The factor of what `self.node` was made of; `swap`: by exchanging its last two dims."""
+        """The factor for `node`, the source of `self.node`; `swap`: through a swap of the last two dims."""
         rank = len(shape_of(node) or ())
         change = {rank - 1: rank - 2, rank - 2: rank - 1} if swap else {}
         return Factor(node, tuple(d if d is None else change.get(d, d) for d in self.order))
@@ -52,7 +52,7 @@ def _is_einsum(call: Call) -> bool:
 
 
 def _terms(call: Call) -> tuple[list[str], str, list[fx.Node]]:
-    """The letters of an einsum's two operands, those of its result, and the operands; dots have letters, too."""
+    """The letters of an einsum's two operands and of its result, and the operands. Dims under dots get letters, too."""
     equation, *operands = call.args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
@@ -103,7 +103,7 @@ def scores_product(call: Call, rank: int) -> tuple[Factor, Factor]:
 
 
 def weighted_product(call: Call, weights: fx.Node) -> tuple[Factor, tuple[int, ...]]:
-    """The values of a product of `weights` (batch ..., queries, keys), and how its result's dims are ordered."""
+    """The values in a product with `weights` (batch ..., queries, keys), and the order of the result's dims."""
     rank = len(shape_of(weights) or ())
     if not _is_einsum(call):
         first, v = _operands(call)

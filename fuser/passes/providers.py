@@ -1,17 +1,17 @@
-"""Who makes a product on the CPU: the candidates as rows, and one contest for each class of products.
+"""Chooses what computes a product on the CPU: a table of candidates, and one contest for each class of products.
 
-A class is what times depend on: dtypes, sizes (rows by their power of two), order in memory, bias, what is computed
-from each element right behind, and whether the weight is frozen. Its contest runs once on a machine, on operands of
-these sizes and orders, and its outcome is kept on disk (`fuser.contests`). Where a candidate leaves an activation to a
-kernel, one of that activation alone is timed with it. The weight is several copies in turn, more than inner caches
-hold, because a program reads each of its weights once.
+A class consists of what times depend on: dtypes, sizes (rows by their power of two), memory order, bias, epilogue, and
+whether the weight is frozen. Its contest runs once per machine, on operands of these sizes and orders, and its outcome
+is kept on disk (`fuser.contests`). If a candidate leaves an activation to a kernel, a kernel of that activation alone
+is timed with it. Calls alternate between copies of the weight, more than inner caches hold, because a program reads
+each of its weights once.
 
-For few rows the package's own kernel competes (`fuser.lowering.products`), with bias and activation as parts of it. It
-stays unless a library is clearly faster, since norms and residuals around it become parts of it, too, and calls of
-libraries break the kernels in two.
+For few rows the package's own kernel competes (`fuser.lowering.products`), with bias and activation fused. It wins
+unless a library is clearly faster, since norms and residuals fuse with it, too, while a library call splits the kernel
+in two.
 
-Where results must not depend on a clock (`config.is_deterministic`), and for what is too small to be worth it, ATen
-makes the product.
+If results must not depend on a clock (`config.is_deterministic`), and for very small products, ATen computes the
+product.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from fuser.passes.calls import own_operator
 from fuser.targets import LEAST_WEIGHT
 
 aten: Any = torch.ops.aten
-LEAST_WORK = 1 << 23  # multiplications, below which calls of other libraries than ATen's own cost more than they gain
+LEAST_WORK = 1 << 23  # multiplications, below which calls of libraries other than ATen cost more than they gain
 LEAST_FROZEN = 1 << 20  # the same where the weight is packed already
-_MOST_WORK = 1 << 28  # multiplications a thread of one call in a contest: classes of more rows compete on fewer
+_MOST_WORK = 1 << 28  # multiplications per thread of one call in a contest: larger products compete on fewer rows
 _FEWEST_ROWS = 64
 _COLD_BYTES, _MOST_COPIES = 1 << 25, 8
-_COLDER_BYTES = 48 << 20  # for few rows, which wait for memory: more than last-level caches of most machines
+_COLDER_BYTES = 48 << 20  # for few rows, which are bound by memory: larger than last-level caches of most machines
 ATEN, APART, ONEDNN, PACKED = "aten", "aten, bias apart", "onednn", "onednn packed"
 OWN, OWN_PACKED = "own kernel", "own kernel, packed"
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 Epilogue = tuple[str, str]  # oneDNN's name and algorithm of an activation
-EPILOGUES = frozenset(packed.EPILOGUES)  # that the package's kernels compute behind a product
-# Those that oneDNN computes as accurately as ATen does, on NaN and infinities too. Not its relu, hardtanh and
-# hardsigmoid, which turn NaN into a number, and its gelu by erf, which turns infinity into NaN.
+EPILOGUES = frozenset(packed.EPILOGUES)  # which the package's kernels compute as epilogues
+# The epilogues that oneDNN computes as accurately as ATen, on NaN and infinities too. Not its relu, hardtanh and
+# hardsigmoid, which turn NaN into a number, nor its gelu by erf, which turns infinity into NaN.
 OF_ONEDNN = EPILOGUES - {("gelu", "erf")}
 
 
@@ -59,7 +59,7 @@ class Product:
     """`x @ w (+ bias)` of matrices on the CPU, `x` of (rows, inner) and `w` of (inner, columns).
 
     x_turned, w_turned: the operand is the transpose of a dense matrix. epilogue: oneDNN's name and algorithm of the
-    activation behind. read: a kernel reads the result, and adds a bias for nothing. frozen: `w` can be packed.
+    activation that follows. read: a kernel reads the result, and adds a bias at no cost. frozen: `w` can be packed.
     """
 
     rows: int
@@ -75,11 +75,11 @@ class Product:
 
     @property
     def work(self) -> int:
-        """Multiplications."""
+        """Number of multiplications."""
         return self.rows * self.inner * self.columns
 
     def key(self) -> tuple[Any, ...]:
-        """What products of one class have in common."""
+        """The key that products of one class share."""
         flags = self.x_turned, self.w_turned, self.bias, self.epilogue, self.bias and self.read, self.frozen
         return max(self.rows - 1, 0).bit_length(), self.inner, self.columns, str(self.dtype), flags
 
@@ -99,14 +99,14 @@ class Operands:
     bias: torch.Tensor | None
 
     def each(self, call: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
-        """A function of no arguments that calls with one copy of the weight after the other."""
+        """A function without arguments that runs `call` with the copies of the weight in turn."""
         turns: Iterator[torch.Tensor] = itertools.cycle(self.weights)
         return lambda: call(next(turns))
 
 
 @dataclass(frozen=True)
 class Provider:
-    """One candidate: its name, which products it takes, its call, and which activations may be part of that."""
+    """One candidate: its name, the products that it supports, its call, and the activations that it can fold."""
 
     name: str
     takes: Callable[[Product], bool]
@@ -115,7 +115,7 @@ class Provider:
 
 
 def linear_op() -> Any:
-    """oneDNN's linear with an operation behind it; None where this torch has none or it is switched off."""
+    """oneDNN's linear with an epilogue; None if this torch has none or oneDNN is switched off."""
     if not torch._C._has_mkldnn or not torch._C._get_mkldnn_enabled():
         return None
     packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
@@ -123,18 +123,18 @@ def linear_op() -> Any:
 
 
 def pack_op() -> Any:
-    """oneDNN's reordering of a weight; None where this torch has none or it is switched off."""
+    """oneDNN's reordering of a weight; None if this torch has none or oneDNN is switched off."""
     packet = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None) if linear_op() is not None else None
     return getattr(packet, "default", None)
 
 
 def product_op() -> Any:
-    """The operator of products that kernels of the package make."""
+    """The operator of products that the package's kernels compute."""
     return own_operator("product")
 
 
 def takes_dtype(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of a dtype on this machine."""
+    """Whether oneDNN multiplies matrices of a dtype fast on this machine."""
     if dtype is torch.bfloat16:
         return linear_op() is not None and has_products(dtype)
     return dtype is torch.float32
@@ -159,7 +159,7 @@ def _onednn(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
 
 
 def _onednns(p: Product) -> Epilogue:
-    """What oneDNN computes behind a product."""
+    """The epilogue that oneDNN computes for a product."""
     return p.epilogue if p.epilogue in OF_ONEDNN else ("none", "")
 
 
@@ -178,7 +178,7 @@ def _own(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
 
 
 def _own_kernel(bias: bool, epilogue: Epilogue | None) -> Callable[..., torch.Tensor]:
-    """A function of (x, w, bias) by a kernel of the package."""
+    """A function of (x, w, bias) that runs a kernel of the package."""
     graph = fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
     out = graph.call_function(product_op(), (graph.placeholder("bias") if bias else None, x, w))
@@ -196,7 +196,7 @@ def _own_packed(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
 
 
 def is_for_few_rows(p: Product) -> bool:
-    """Whether a kernel of the package makes a product, if it is the fastest."""
+    """Whether a kernel of the package can compute a product, if it is the fastest."""
     few = p.rows <= targets.of("cpu").product_rows and p.inner * p.columns >= LEAST_WEIGHT
     return few and p.w_turned and not p.x_turned
 
@@ -222,7 +222,7 @@ _products = Decisions("product")
 
 
 def choose(product: Product) -> str:
-    """The name of the candidate for a class of products: known, or by a contest now."""
+    """The name of the candidate for a class of products: a known decision, or the winner of a contest that runs now."""
     least = LEAST_FROZEN if product.frozen else LEAST_WORK
     if is_for_few_rows(product):
         least = LEAST_WEIGHT
@@ -242,7 +242,7 @@ def _contestants(product: Product, fit: Sequence[Provider]) -> dict[str, Contest
 
 
 def _contestant(provider: Provider, product: Product, operands: Operands) -> Contestant:
-    """What is timed of a candidate, and its whole result."""
+    """The timed call of a candidate, and a function of its whole result."""
     try:
         call = provider.call(product, operands)
     except Exception as error:
@@ -259,7 +259,7 @@ def _contestant(provider: Provider, product: Product, operands: Operands) -> Con
         return Contestant(call, result)
     kernel = _activation(epilogue)
     with config.override(slowest=0.0, compile_mode="wait"):
-        kernel(operands.x.new_zeros(operands.x.shape[0], product.columns))  # a call would take the next weight
+        kernel(operands.x.new_zeros(operands.x.shape[0], product.columns))  # `call` would use the next weight
     return Contestant(lambda: kernel(call()), result)
 
 
@@ -274,7 +274,7 @@ def _activation(epilogue: Epilogue) -> Callable[..., torch.Tensor]:
 
 
 def operands_of(product: Product) -> Operands:
-    """New operands of a class, each time the same: a few thousand normal numbers over and over."""
+    """Operands of a class, the same each time: a few thousand normal numbers, repeated."""
     per_row = product.inner * product.columns
     rows = min(product.rows, max(_MOST_WORK * torch.get_num_threads() // per_row, _FEWEST_ROWS))
     weight_bytes = per_row * product.dtype.itemsize

@@ -1,9 +1,9 @@
-"""Random operators made functional: what they draw becomes a function of a seed, which a kernel can compute.
+"""Makes random operators functional: their numbers become a function of a seed, which a kernel can compute.
 
-One call of `randint` at the head of the graph draws a seed for each random operator from torch's default generator. So
-`torch.manual_seed` decides all, every call differs, and whatever is computed again, in a backward or in a checkpoint's
-region, is the same: seeds are values like any other. The numbers are not those that eager draws; with
-`config.random = "eager"` the graph keeps ATen's operators and their numbers.
+One call of `randint` at the start of the graph draws a seed for each random operator from torch's default generator. So
+`torch.manual_seed` determines all numbers, every call differs, and recomputation in a backward or a checkpointed region
+gives the same numbers: seeds are values like any other. The numbers differ from eager's. With `config.random = "eager"`
+the graph keeps ATen's operators and their numbers.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ DRAWS = "draws"  # in a module's meta: a `Draw` for each of its random operators
 
 @dataclass(frozen=True)
 class Draw:
-    """A random operator of a graph. `seed`: the number of its seed among those of its device; None if ATen draws."""
+    """A random operator of a graph. `seed`: its number among the seeds of its device; None if ATen draws."""
 
     target: Any
-    numbers: tuple[Any, ...]  # its arguments that are no nodes, None for the others
+    numbers: tuple[Any, ...]  # its arguments, with None for those that are nodes
     device: torch.device
     seed: int | None = None
 
 
 class _Writer:
-    """Writes calls before a random operator, with the values that they have."""
+    """Creates calls before a random operator, with their values."""
 
     def __init__(self, site: fx.Node, seed: fx.Node) -> None:
         self.site, self.seed = site, seed
@@ -50,15 +50,15 @@ class _Writer:
             return _call(self.site.graph, self.meta, target, *args, **kwargs)
 
     def uniform(self, like: fx.Node) -> fx.Node:
-        """float32 in [0, 1) in the sizes of `like`."""
+        """float32 in [0, 1) with the sizes of `like`."""
         return self.call(own_operator("uniform_like"), self.seed, 0, like)
 
     def normal(self, like: fx.Node) -> fx.Node:
-        """Standard normal float32 in the sizes of `like`."""
+        """Standard normal float32 with the sizes of `like`."""
         return self.call(own_operator("normal_like"), self.seed, 0, like)
 
     def full(self, size: Any, value: float, dtype: torch.dtype = torch.float32) -> fx.Node:
-        """One number everywhere; where only the sizes are asked for a kernel never makes it."""
+        """A tensor of one number. If only its sizes are used, no kernel computes it."""
         return self.call(aten.full.default, size, value, dtype=dtype, device=self.device)
 
     def scaled(self, value: fx.Node, by: Any, plus: Any) -> fx.Node:
@@ -83,7 +83,7 @@ def _call(graph: fx.Graph, meta: dict[str, Any], target: Any, *args: Any, **kwar
 
 
 def _mode_of(value: torch.Tensor) -> Any:
-    """Where tensors without memory are made, if `value` is one."""
+    """The fake mode of `value`, in which new tensors have no memory; a neutral context for a real tensor."""
     return getattr(value, "fake_mode", None) or torch.no_grad()
 
 
@@ -106,7 +106,7 @@ def _dropout(w: _Writer, x: fx.Node, p: Any, train: Any = True) -> Sequence[fx.N
 
 
 _DEVICES = ("cpu", "cuda")
-# For each operator: what writes it anew, from its arguments without names of dtypes and devices.
+# For each operator: the function that rewrites it, given its arguments without dtypes and devices.
 _REWRITES: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _dropout,
     aten.bernoulli.p: lambda w, x, p=0.5: w.chosen(x, p),
@@ -122,35 +122,35 @@ _FROM_FLOAT32 = frozenset(_REWRITES) - {aten.native_dropout.default, aten.bernou
 
 
 def _can_rewrite(node: fx.Node) -> bool:
-    """Whether an operator draws, from the default generator, what can be had from float32 numbers."""
+    """Whether an operator draws from the default generator, and its result can be computed from float32 numbers."""
     if node.target not in _REWRITES or node.kwargs.get("generator") is not None:
         return False
     first = _drawn(node)
     if first.device.type not in _DEVICES or first.layout is not torch.strided:
         return False
     if compiler.why_not(first.device.type) is not None:
-        return False  # without kernels, the operators that a seed needs are slow
+        return False  # without kernels, the operators that use a seed are slow
     if node.target in _FROM_FLOAT32 and first.dtype is not torch.float32:
         return False
     if node.target is not aten.native_dropout.default and not is_contiguous(first):
-        return False  # strides that numbers of a kernel would not have
+        return False  # strides that a kernel's numbers would not have
     if any(isinstance(a, fx.Node) and not _is_tensor(a) for a in node.args):
         return False  # a probability that is a symbol
     if node.target in _FROM_FLOAT32 and first.device.type == "cpu" and not _is_read_by_others(node):
-        return "recompute" in node.meta  # alone, ATen's operator takes less time than a kernel on few threads
+        return "recompute" in node.meta  # unfused, ATen's operator takes less time than a kernel on few threads
     if node.target is aten.native_dropout.default:
         return node.args[-1] is not False and all(u.target is operator.getitem for u in node.users)
     return True
 
 
 def _is_read_by_others(node: fx.Node) -> bool:
-    """Whether some operator that can be fused reads what `node` draws."""
+    """Whether some fusible operator reads the numbers that `node` draws."""
     kinds = {user: classify(user).kind for user in node.users}
     return any(k is Kind.COMPUTE or k is Kind.FREE and _is_read_by_others(user) for user, k in kinds.items())
 
 
 def functional_random(module: fx.GraphModule) -> int:
-    """Random operators become functions of seeds that one call draws from torch's generator."""
+    """Random operators become functions of seeds, which one call draws from torch's generator."""
     sites = [n for n in module.graph.nodes if _can_rewrite(n)] if settings.random == "philox" else []
     module.meta[DRAWS] = draws_of(module.graph, sites)
     if not sites:
@@ -170,13 +170,13 @@ def functional_random(module: fx.GraphModule) -> int:
 
 
 def node_draws(node: fx.Node) -> bool:
-    """Whether a node is a call of an operator that draws random numbers; attention without dropout draws none."""
+    """Whether a node calls an operator that draws random numbers; attention without dropout draws none."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and draws_numbers(target, node.args, node.kwargs)
 
 
 def draws_numbers(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an operator of ATen draws random numbers."""
+    """Whether a call of an ATen operator draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in target.tags and target.namespace != "rngprims":
         return False
     names = [a.name for a in target._schema.arguments]
@@ -186,7 +186,7 @@ def draws_numbers(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Ma
 
 
 def draws_of(graph: fx.Graph, sites: Sequence[fx.Node] = ()) -> tuple[Draw, ...]:
-    """All random operators of a graph; of `sites` the seeds are numbered for each device."""
+    """All random operators of a graph; the seeds of `sites` are numbered for each device."""
     numbers: Counter[torch.device] = Counter()
     found = []
     for node in filter(node_draws, graph.nodes):
@@ -200,15 +200,15 @@ def draws_of(graph: fx.Graph, sites: Sequence[fx.Node] = ()) -> tuple[Draw, ...]
 
 
 def seeds_again(draws: Sequence[Draw]) -> dict[torch.device, tuple[torch.Tensor, ...]]:
-    """The seeds that a graph drew, drawn from generators in the state that they had."""
+    """The seeds that a graph drew, drawn again from generators in the state that they had then."""
     counts = Counter(d.device for d in draws if d.seed is not None)
     return {d: torch.randint(*_SEEDS, [n], dtype=torch.int64, device=d).unbind(0) for d, n in counts.items()}
 
 
 def drawn_again(draw: Draw, seed: torch.Tensor, target: Any, args: Sequence[Any], like: torch.Tensor) -> Any:
-    """What a call of `target` in eager gives where the graph of `draw` drew from `seed`.
+    """The result of a call of `target` in eager, where the graph of `draw` drew from `seed`.
 
-    `like`: a tensor like the result. Eager draws a dropout's mask by `bernoulli`, and a trace that by `rand`.
+    `like`: a tensor like the result. Eager draws a dropout's mask by `bernoulli`; a trace of it may use `rand`.
     """
     graph = fx.Graph()
 
@@ -234,7 +234,7 @@ def drawn_again(draw: Draw, seed: torch.Tensor, target: Any, args: Sequence[Any]
 
 
 def packet_name(target: Any) -> str:
-    """An operator's name, which one that writes in place shares with the functional one."""
+    """An operator's name; in-place and functional variants share one name."""
     return str(target._schema.name).split("::")[1].removesuffix("_functional").rstrip("_")
 
 
@@ -242,7 +242,7 @@ _SEEDS = -(1 << 63), (1 << 63) - 1
 
 
 def _draw_seeds(graph: fx.Graph, sites: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """A 64-bit seed for each site, as tensors without dims on its device, drawn where the graph begins."""
+    """A 64-bit seed for each site, as a 0-dim tensor on its device, drawn at the start of the graph."""
     begin = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
     found = {}
     for device in dict.fromkeys(_drawn(s).device for s in sites):

@@ -21,7 +21,7 @@ from fuser.runtime.spans import span
 
 @dataclass(frozen=True)
 class Stage:
-    """A place in the pipeline: what the graph looks like there, and why passes live there."""
+    """A stage of the pipeline: the form of its graphs, and which passes belong there."""
 
     name: str
     graph: str
@@ -75,7 +75,7 @@ def numbered() -> tuple[Numbered, ...]:
 
 
 def disabled_names() -> frozenset[str]:
-    """The names that `config.disable_passes` switches off; ConfigError for one that no pass has."""
+    """The names that `config.disable_passes` switches off; ConfigError for an unknown name."""
     return runner.check_names([p.item.name for p in numbered()])
 
 

@@ -1,8 +1,8 @@
-"""Gives writes back: what a graph copies into its inputs at the end, the groups that compute it store there.
+"""Restores in-place writes: a group that computes the new content of an input stores it there.
 
-AOTAutograd's functional graph ends in `copy_(input, value)` calls. Where one group computes the value, and all others
-that read the input can run before it, the copy becomes part of the group, whose kernel then writes the input instead of
-a new tensor.
+AOTAutograd's functional graph ends in `copy_(input, value)` calls. If one group computes the value, and all others that
+read the input can run before it, the copy becomes part of the group. Its kernel then writes the input instead of a new
+tensor.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fuser.passes.grouping import Grouping
 from fuser.passes.hints import are_numbers, is_contiguous
 
 aten = torch.ops.aten
-_TRIES = 16  # orders that are looked for
-# Operators that look whether places are in range: a kernel must not have written an input when one is not.
+_TRIES = 16  # orders that are tried
+# Operators that check whether indices are in range: a kernel must not have written an input if one is not.
 CHECKED = frozenset(
     f"aten.{name}"
     for name in (
@@ -36,9 +36,9 @@ CHECKED = frozenset(
 
 @dataclass(frozen=True)
 class _Write:
-    """A copy into an input or a view of one that a group may make.
+    """A copy into an input, or into a view of one, that a group may perform.
 
-    `ordered`: others read the input. `kept`: the value is a result of the graph, in memory of its own.
+    `ordered`: others read the input. `kept`: the value is a result of the graph, in separate memory.
     """
 
     copy: fx.Node
@@ -50,7 +50,7 @@ class _Write:
 
 
 def reinplace(plan: Plan, grouping: Grouping) -> tuple[Plan, frozenset[int]]:
-    """The plan with copies into inputs taken into groups, and the numbers of the groups that write inputs."""
+    """The plan with copies into inputs moved into groups, and the numbers of the groups that write inputs."""
     maker = {o: i for i, g in enumerate(plan.groups) for o in g.outputs}
     results = reaches_output(plan.outside[0].graph) if plan.outside else set()
     found: list[_Write] = []
@@ -69,7 +69,7 @@ def reinplace(plan: Plan, grouping: Grouping) -> tuple[Plan, frozenset[int]]:
 
 
 def _in_order(plan: Plan, writes: list[_Write]) -> list[_Write]:
-    """The writes that can be made behind all that read the old contents of what is written."""
+    """The writes that can run after all readers of the old contents of their targets."""
     writes = list(writes)
     for _ in range(_TRIES):
         if not any(w.ordered for w in writes):
@@ -83,7 +83,7 @@ def _in_order(plan: Plan, writes: list[_Write]) -> list[_Write]:
 
 
 def _steps(plan: Plan, writes: list[_Write]) -> list[order.Step]:
-    """The steps of a plan whose groups make these writes: first the groups."""
+    """The steps of a plan whose groups perform these writes, the groups first."""
     rank = {n: i for i, n in enumerate(plan.outside[0].graph.nodes)}
     into: dict[int, list[fx.Node]] = {}
     for w in writes:
@@ -97,24 +97,24 @@ def _steps(plan: Plan, writes: list[_Write]) -> list[order.Step]:
 
 
 def _write(grouping: Grouping, copy: fx.Node, value: fx.Node, group: int, kept: bool) -> _Write | None:
-    """The write that a group makes in place of `copy`; None where it could destroy what somebody reads."""
+    """The write that a group performs instead of `copy`; None if it could destroy data that is still read."""
     target: Any = copy.args[0]
     if len(copy.args) != 2 or copy.kwargs or not _alike(target.meta.get("val"), value.meta.get("val")):
         return None
     if target.op != "placeholder" and not _is_dense(target.meta["val"]):
         return None
     if len(value.users) > 1 and not kept and not _same_order(target.meta["val"], value.meta["val"]):
-        return None  # others read the input in its place, and an operator's result may lie as its argument does
+        return None  # others then read the input, and an operator's result may depend on its argument's strides
     number, ordered = grouping.group_of.get(base_of(value)), False
     pending = [(base_of(target), u) for u in base_of(target).users]
     for source, node in pending:  # grows
-        if node is copy or node.op == "output":  # results are read behind all copies
+        if node is copy or node.op == "output":  # results are read after all copies
             continue
         if grouping.kinds.get(node) is Kind.FREE and is_view(node.target):
             pending += [(node, u) for u in node.users]
         elif number is not None and grouping.group_of.get(node) == number:
             if source is not target and (target.op != "placeholder" or source.meta.get("outside")):
-                return None  # two arguments of one kernel would be one memory
+                return None  # two arguments of one kernel would share memory
         elif not _makes_anew(grouping, node):
             return None
         else:
@@ -123,12 +123,12 @@ def _write(grouping: Grouping, copy: fx.Node, value: fx.Node, group: int, kept: 
 
 
 def _is_copy_into_input(node: fx.Node) -> bool:
-    """Whether a node copies something into an input, or into a view of one."""
+    """Whether a node copies into an input, or into a view of one."""
     return node.target is aten.copy_.default and not node.users and base_of(node.args[0]).op == "placeholder"
 
 
 def _makes_anew(grouping: Grouping, node: fx.Node) -> bool:
-    """Whether a reader of an input's old content gives tensors of its own, so that it is done once it ran."""
+    """Whether a reader of an input's old content returns tensors of its own, so that it is done once it has run."""
     if node in grouping.group_of:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
@@ -137,14 +137,14 @@ def _makes_anew(grouping: Grouping, node: fx.Node) -> bool:
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Whether a tensor has neither gaps nor overlaps, as far as that is known without a guard."""
+    """Whether a tensor certainly has neither gaps nor overlaps. Adds no guard."""
     if are_numbers(*value.shape, *value.stride()):
         return memory_order(value.shape, value.stride()) is not None
     return is_contiguous(value)
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Equal shapes and dtypes of ordinary tensors, by spelling, which adds no guard."""
+    """Whether two strided tensors have equal shapes, dtypes and devices, by their text. Adds no guard."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
     plain = a.layout is torch.strided and a.device == b.device and a.dtype == b.dtype
@@ -156,7 +156,7 @@ def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _with_write(group: GroupPlan, write: _Write) -> GroupPlan:
-    """The group with its result copied into the input, and that as the result in its place, or beside it."""
+    """The group with its result copied into the input. The copy replaces the result, or is an additional result."""
     graph, inputs, target, value = group.graph, group.inputs, write.target, write.value
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     if target in inputs:

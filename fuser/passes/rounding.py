@@ -1,7 +1,7 @@
 """Marks nodes of an ATen graph that must have eager's bits because a decision depends on them.
 
 Within a group `lowering.decisive` finds them. This module finds them across groups, and across the cut between forward
-and backward: a backward that recomputes a value to compare it must find the bits that the forward saw.
+and backward: a backward that recomputes a value for a comparison needs the bits of the forward.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fuser.passes.classify import Kind, op_name, tensors_of
 
 
 def round_both(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Mark the nodes that the backward computes again and decides by, in both graphs, and what norms read.
+    """Mark, in both graphs, the nodes that decisions of the backward depend on, and the inputs of norms.
 
-    Nodes have the names that they had in the joint graph, of which the two are parts.
+    Nodes have the names that they had in the joint graph, from which both graphs were cut.
     """
     if not any(map(_may_stay_unrounded, (*forward.graph.nodes, *backward.graph.nodes))):
         return
@@ -30,17 +30,17 @@ def round_both(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
 
 
 def _normed(forward: fx.Graph) -> set[fx.Node]:
-    """What norms read whose statistics are saved: with the stored, rounded values they make the normalised ones again.
+    """The inputs of norms whose statistics are saved: the backward combines these with the stored, rounded inputs.
 
-    Of values far from 0, or of two to a group, the rounding is as large as what the norm makes of them.
+    For values far from 0, or groups of two values, the rounding is as large as the normalised values.
     """
     calls = [(op_name(n.target), n) for n in forward.nodes if n.op == "call_function"]
     norms = [n for name, n in calls if name in _WITH_STATISTICS and any(u.args[1] != 0 for u in n.users)]
     return {n.all_input_nodes[0] for n in norms + [n for name, n in calls if name in _FROM_VALUES]}
 
 
-_FROM_VALUES = frozenset({"aten.logsumexp"})  # whose gradient subtracts the result from the values
-# In all overloads: without running statistics a batch norm is another one.
+_FROM_VALUES = frozenset({"aten.logsumexp"})  # its gradient subtracts the result from the values
+# Without running statistics a batch norm uses another overload, so all overloads are listed.
 _WITH_STATISTICS = frozenset(
     f"aten.{name}"
     for name in (
@@ -52,7 +52,7 @@ _WITH_STATISTICS = frozenset(
 
 
 def round_decided(graph: fx.Graph, kinds: dict[fx.Node, Kind]) -> None:
-    """Mark what decisions and marked nodes of a graph depend on, back to what is in memory: inputs, results of ATen."""
+    """Mark what decisions and marked nodes of a graph depend on, back to stored values: inputs and ATen's results."""
     if not any(map(_may_stay_unrounded, graph.nodes)):
         return
     stored = {n for n, kind in kinds.items() if kind is Kind.EXTERN}
@@ -62,15 +62,15 @@ def round_decided(graph: fx.Graph, kinds: dict[fx.Node, Kind]) -> None:
     _mark(n for n in graph.nodes if n.op == "call_function" and _is_shared_summand(n))
 
 
-# Sums into computed places, by the number of the argument that is added.
+# Sums into computed indices, with the position of the argument that is added.
 _SUMMANDS = {"aten.index_add": 3, "aten.scatter_add": 3, "aten.scatter_reduce": 3, "aten.index_put": 2}
 
 
 def _is_shared_summand(node: fx.Node) -> bool:
-    """Whether a 16-bit float is added up in memory, and read by others, too.
+    """Whether a 16-bit float is both added up in memory, by a scatter, and read by other nodes.
 
-    The sum is rounded there. A weight that is divided by the sum of weights has eager's value only if both are of
-    rounded weights: in float16, small weights lose most of their bits.
+    The sum is rounded there. A weight divided by the sum of weights has eager's value only if both come from rounded
+    weights: in float16, small weights lose most of their bits.
     """
     tensors = tensors_of(node.meta.get("val"))
     if len(node.users) < 2 or not any(t.is_floating_point() and t.dtype.itemsize == 2 for t in tensors):
@@ -84,8 +84,8 @@ def _is_shared_summand(node: fx.Node) -> bool:
 
 
 def _decided(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Nodes by whose values some call decides."""
-    from fuser.lowering.decisive import deciding, reads_elements  # it imports all lowerings, for few graphs
+    """The nodes on whose values the decision of some call depends."""
+    from fuser.lowering.decisive import deciding, reads_elements  # imports all lowerings, which few graphs need
 
     found: list[fx.Node] = []
     for node in nodes:
@@ -107,12 +107,12 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """Whether a result of the call is no float."""
+    """Whether a result of the call is not a float."""
     return any(not t.is_floating_point() for t in tensors_of(node.meta.get("val")))
 
 
 def _behind(roots: Iterable[fx.Node], stored: Collection[fx.Node]) -> set[fx.Node]:
-    """`roots` and all that their values depend on; not what is behind those that are `stored`."""
+    """`roots` and all nodes that their values depend on; the inputs of `stored` nodes are not followed."""
     from fuser.lowering.decisive import reads_elements
 
     found: set[fx.Node] = set()
@@ -133,7 +133,7 @@ def _mark(nodes: Iterable[fx.Node]) -> None:
 
 
 def _may_stay_unrounded(node: fx.Node) -> bool:
-    """Whether kernels may keep results unrounded: low precision, and on a GPU products that are added to."""
+    """Whether kernels may leave a result unrounded: 16-bit floats, and on a GPU products in fused multiply-adds."""
     tensors = tensors_of(node.meta.get("val"))
     return any(t.is_floating_point() and (t.dtype.itemsize < 4 or t.device.type == "cuda") for t in tensors)
 

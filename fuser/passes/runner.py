@@ -1,6 +1,6 @@
-"""Runs the passes of a stage: on and off by name, up to a limit, timed, checked, dumped, errors named.
+"""Runs the passes of a stage: switched by name, up to a limit, timed, checked, dumped. Errors name the pass.
 
-A pass rewrites a graph module in place. Which passes a stage has is said in `registry`; this file only runs them.
+A pass rewrites a graph module in place. `registry` lists the passes of each stage; this module only runs them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Pass:
-    """A rewrite of a graph module in place; `function` returns how many places it changed.
+    """A rewrite of a graph module in place; `function` returns the number of changes.
 
-    One that a user registered may also return a bool, None (changed, perhaps), another graph module or a PassResult.
-    `line` says what it does. `built_in` passes are trusted where `config.check_passes` is off, users' never.
-    `calls`: the names (see `calls.called`) of which a graph has to call one for the pass to change anything, without
-    spaces between; a last `*` stands for any ending. `setting`: one of `fuser.config` that has to be on for that. No
-    others are run, but to check this where `config.check_passes` is on.
+    A user's function may also return a bool, None (perhaps changed), another graph module or a PassResult. `line`
+    describes the pass. `built_in` passes are not checked if `config.check_passes` is off; users' passes always are.
+    `calls`: names (see `calls.called`), separated by spaces, of which a graph has to call one for the pass to change
+    anything; a last `*` matches any ending. `setting`: a setting of `fuser.config` that has to be on. The pass is
+    skipped otherwise, unless `config.check_passes` checks that it changes nothing.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Pass:
 
     @property
     def doc(self) -> str:
-        """What it does, in one line: as given, else the first line of the function's docstring."""
+        """The pass in one line: `line`, or the first line of the function's docstring."""
         function = self.function.loaded if isinstance(self.function, later) else self.function
         return self.line or (function.__doc__ or "").strip().split("\n")[0]
 
     def may_change(self, present: frozenset[str]) -> bool:
-        """Whether the pass may change a graph that calls what is `present`, under the settings in force."""
+        """Whether the pass may change a graph that calls the names in `present`, under the settings in force."""
         if self.setting and not getattr(config, self.setting):
             return False
         return not self.calls or any(
@@ -61,7 +61,7 @@ class Pass:
 
 
 class later:
-    """The function `name` of a module in this folder, which is imported when a graph first needs the pass."""
+    """The function `name` of a module in this folder. The module is imported when a graph first needs the pass."""
 
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = f"{__package__}.{module}", name
@@ -79,7 +79,7 @@ class later:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: places changed, seconds, and the sentence about its failure where it was skipped for that."""
+    """The record of one pass: number of changes, seconds, and the error if it was skipped because of that."""
 
     name: str
     changed: int
@@ -90,7 +90,7 @@ class PassRecord:
 
 @dataclass(frozen=True)
 class Numbered:
-    """A pass in its place: its stage, and its number over all stages, from 1."""
+    """A pass with its stage, and its number over all stages, from 1."""
 
     number: int
     stage: str
@@ -104,7 +104,7 @@ def names_of(text: str) -> frozenset[str]:
 
 
 def check_names(known: Iterable[str]) -> frozenset[str]:
-    """The names in `config.disable_passes`; ConfigError for one that no pass has."""
+    """The names in `config.disable_passes`; ConfigError for an unknown name."""
     wanted = names_of(config.disable_passes)
     unknown = wanted.difference(known) if wanted else ()
     if unknown:
@@ -123,7 +123,7 @@ def is_enabled(p: Numbered, disabled: frozenset[str]) -> bool:
 def run_passes(module: fx.GraphModule, passes: Iterable[Numbered], disabled: frozenset[str]) -> tuple[PassRecord, ...]:
     """Run the enabled passes in order. PassError names pass and node, unless `config.on_pass_error` is "skip".
 
-    A pass that asks for a size that depends on data is skipped: nobody can tell which graph it would have made.
+    A pass that needs the value of a data-dependent size is skipped.
     """
     unknown = _has_unknown_sizes(module)
     records: list[PassRecord] = []
@@ -142,7 +142,7 @@ def run_passes(module: fx.GraphModule, passes: Iterable[Numbered], disabled: fro
 
 
 def _left_out(module: fx.GraphModule, p: Numbered, unknown: bool) -> PassRecord:
-    """The record of a pass that finds nothing in a graph. PassError if it does, where that is checked."""
+    """The record of a skipped pass. With `config.check_passes`, PassError if the pass would change the graph."""
     if not config.check_passes:
         return PassRecord(p.item.name, 0, 0.0, p.stage)
     record = _run(module, p, unknown)
@@ -153,7 +153,7 @@ def _left_out(module: fx.GraphModule, p: Numbered, unknown: bool) -> PassRecord:
 
 
 def _has_unknown_sizes(module: fx.GraphModule) -> bool:
-    """Whether the graph was traced with sizes that depend on data."""
+    """Whether the graph was traced with data-dependent sizes."""
     for node in module.graph.nodes:
         for key in ("val", "example_value"):
             mode = getattr(node.meta.get(key), "fake_mode", None)
@@ -187,7 +187,7 @@ def _run(module: fx.GraphModule, p: Numbered, unknown: bool) -> PassRecord:
 
 
 def _is_undecided(error: BaseException | None) -> bool:
-    """Whether an error came from a question about a size that depends on data."""
+    """Whether an error came from a question about a data-dependent size."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     while error is not None and not isinstance(error, GuardOnDataDependentSymNode):
@@ -196,7 +196,7 @@ def _is_undecided(error: BaseException | None) -> bool:
 
 
 def _changed(module: fx.GraphModule, result: Any) -> int:
-    """How many places a pass changed, from what it returned; takes over the graph of another module."""
+    """The number of changes, from what a pass returned; `module` gets the graph of another returned module."""
     if result is None:
         return 1
     if isinstance(result, (bool, int)):

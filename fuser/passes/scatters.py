@@ -1,9 +1,9 @@
-"""Scatters into inputs are made in place: a chain of k into n elements costs the scatters, and not one copy of n.
+"""Makes scatters into inputs in place: a chain of k elements into n costs the scatters, and no copy of n elements.
 
 AOTAutograd makes `x.index_add_(…)` a functional `index_add` whose result is copied back into `x` at the end, and a
-write into a slice of `x` a `slice_scatter`. Where whoever reads an older content can do so before the next write, the
-chain writes `x` itself by ATen, as eager does. So does any operator that has a twin in place where `x` has gaps in
-memory: kernels write no such input.
+write into a slice of `x` a `slice_scatter`. If all readers of an older content can run before the next write, the chain
+writes `x` itself on ATen, as in eager. So does any operator with an in-place variant if `x` has gaps in memory: kernels
+do not write such inputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fuser.passes.cleanup import reaches_output
 from fuser.passes.hints import numel_hint
 
 aten = torch.ops.aten
-SMALL = 16384  # tensors of this many elements or less, written in part, are made anew in a kernel
+SMALL = 16384  # tensors of at most so many elements, written in part, are recomputed whole in a kernel
 _SCATTERS = (
     "index_add index_copy index_fill index_put _index_put_impl index_reduce scatter scatter_add scatter_reduce "
     "masked_scatter put"
@@ -30,13 +30,13 @@ _SCATTERS = (
 def write_slice(
     x: torch.Tensor, source: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> torch.Tensor:
-    """`source` written into a slice of `x`; gives `x`."""
+    """Write `source` into a slice of `x`; returns `x`."""
     aten.slice.Tensor(x, dim, start, end, step).copy_(source)
     return x
 
 
 def write_selected(x: torch.Tensor, source: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
-    """`source` written at a place of a dim of `x`; gives `x`."""
+    """Write `source` at one index along a dim of `x`; returns `x`."""
     aten.select.int(x, dim, index).copy_(source)
     return x
 
@@ -51,7 +51,7 @@ IN_PLACE = {
 
 
 def scatters_in_place(module: fx.GraphModule) -> int:
-    """Chains of scatters that begin with an input and end as its new content write the input itself."""
+    """Chains of scatters that begin with an input and compute its new content write the input in place."""
     graph = module.graph
     position = {n: i for i, n in enumerate(graph.nodes)}
     returned = reaches_output(graph)
@@ -73,7 +73,7 @@ def scatters_in_place(module: fx.GraphModule) -> int:
 
 
 def _before_strides(target: fx.Node, value: Any) -> Any:
-    """What `value` copies into the strides of `target`, if a scatter made it and nobody else reads the copy."""
+    """The scatter's result that `value` copies into the strides of `target`, if nothing else reads it; else `value`."""
     if not isinstance(value, fx.Node) or value.target is not aten.copy.default or len(value.users) != 1:
         return value
     if len(value.args) != 2 or value.args[0] is not target or not isinstance(made := value.args[1], fx.Node):
@@ -82,7 +82,7 @@ def _before_strides(target: fx.Node, value: Any) -> Any:
 
 
 def _chain(target: fx.Node, value: object) -> list[fx.Node]:
-    """The scatters from the input `target` to `value`, in order; none if it is made in another way."""
+    """The scatters from the input `target` to `value`, in order; empty if other operators are in between."""
     found: list[fx.Node] = []
     while isinstance(value, fx.Node) and value.args and _in_place(value, target) is not None:
         found.append(value)
@@ -92,7 +92,7 @@ def _chain(target: fx.Node, value: object) -> list[fx.Node]:
 
 
 def _in_place(node: fx.Node, target: fx.Node) -> Any:
-    """What does the same as a call and writes the input `target`, by ATen; None if a kernel may do so, or nothing."""
+    """The in-place operator on ATen for a call that writes the input `target`; None to leave the call to a kernel."""
     if node.target in IN_PLACE:
         return IN_PLACE[node.target]
     twin = in_place_twin(node.target) if _has_gaps(target.meta.get("val")) else None
@@ -100,7 +100,7 @@ def _in_place(node: fx.Node, target: fx.Node) -> Any:
 
 
 def _has_gaps(x: Any) -> bool:
-    """Whether a tensor's strides are numbers, and not those of dense memory."""
+    """Whether a tensor has static strides, and gaps in memory."""
     if not isinstance(x, torch.Tensor) or not all(type(n) is int for n in (*x.shape, *x.stride())):
         return False
     return x.numel() > 0 and memory_order(x.shape, x.stride()) is None
@@ -109,9 +109,9 @@ def _has_gaps(x: Any) -> bool:
 def _may_write(
     chain: list[fx.Node], target: fx.Node, copies: set[Any], position: dict[fx.Node, int], returned: set[fx.Node]
 ) -> bool:  # fmt: skip
-    """Whether all that read an older content come before the next write, and no write reads what it writes.
+    """Whether all readers of an older content run before the next write, and no write reads its own target otherwise.
 
-    `copies` end the chain.
+    `copies` are the nodes after the chain that copy its result.
     """
     versions = [target, *chain]
     views = [_views(version) for version in versions]
@@ -130,7 +130,7 @@ def _may_write(
 
 
 def _count(node: fx.Node, argument: fx.Node) -> int:
-    """How often a node reads another one, in lists too."""
+    """How often a node has `argument` among its arguments, in lists too."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), found.append)
     return sum(a is argument for a in found)
@@ -149,7 +149,7 @@ def _views(node: fx.Node) -> set[fx.Node]:
 
 
 def _alike(node: fx.Node, target: fx.Node) -> bool:
-    """Equal shapes and dtypes of ordinary tensors, by spelling, which adds no guard."""
+    """Whether two strided tensors have equal shapes, dtypes and devices, by their text. Adds no guard."""
     a, b = node.meta.get("val"), target.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or b.layout is not torch.strided:
         return False
@@ -163,7 +163,7 @@ def _is_small_part(node: fx.Node) -> bool:
 
 
 def is_small_part(part: Any, whole: Any) -> bool:
-    """Whether ATen writes a part into a tensor in less time than a kernel takes to make the whole anew."""
+    """Whether ATen writes a part into a tensor faster than a kernel recomputes the whole tensor."""
     return numel_hint(whole) > SMALL and 4 * numel_hint(part) <= numel_hint(whole)
 
 

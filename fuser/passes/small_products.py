@@ -1,7 +1,7 @@
 """Products of matrices of a few elements: transforms of points, rotations, rotary embeddings by 2×2 matrices.
 
-A library works on each matrix by itself. Where the summed dim and one more are short, as many terms as the summed dim
-has are added up in a kernel, which also takes what comes before and after.
+A library handles each matrix separately. If the summed dim and one more are short, a kernel adds up the few terms, and
+fuses with its neighbours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def small_products_to_sums(module: fx.GraphModule) -> int:
-    """A product of matrices of a few rows or columns, whose summed dim is short, is added up term by term."""
+    """A product of matrices of a few rows or columns, whose summed dim is short, becomes a sum of products."""
     if config.numerics == "eager":
         return 0
     found = [n for n in module.graph.nodes if n.target in _PRODUCTS and _is_small(n)]
@@ -44,7 +44,7 @@ def _is_small(node: fx.Node) -> bool:
 
 
 def _put_sum(node: fx.Node) -> None:
-    """The sum of products in the node's place; of 16-bit floats in float32, as in the library."""
+    """Replace a product by the sum of products; of 16-bit floats in float32, as in the library."""
     graph, dtype = node.graph, node.meta["val"].dtype
     operands: list[Any] = list(node.args)
     dim = node.meta["val"].dim() - 2

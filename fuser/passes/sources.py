@@ -1,9 +1,9 @@
-"""Where in the user's program an operator comes from: notes of Dynamo on nodes, kept through every pass, and read.
+"""The line of the user's program that an operator comes from: Dynamo's notes on nodes, kept through every pass.
 
 Dynamo writes the user's stack into `meta["stack_trace"]` of each node, and the modules around it into
-`meta["nn_module_stack"]`. A pass that puts new calls into a graph need not think of that: `kept` follows which node
-takes another's place, and `complete` gives a node without a note that of the node it replaced, else of its nearest
-argument, else of its nearest reader.
+`meta["nn_module_stack"]`. A pass need not copy these to its new calls: `kept` records which node replaces another, and
+`complete` gives a node without notes those of the node that it replaced, else of its nearest argument, else of its
+nearest reader.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Notes:
-    """What is remembered of a node for later: strings alone, which are read when somebody asks."""
+    """The notes of a node as strings, which are parsed on demand."""
 
     trace: str = ""
     modules: Any = None
 
     def source(self) -> Source | None:
-        """The innermost frame that is not torch's own, else the innermost; None where there is no stack."""
+        """The innermost frame outside torch, else the innermost frame; None without a stack."""
         frames = re.findall(_FRAME, self.trace)
         if not frames:
             return None
@@ -57,7 +57,7 @@ class Notes:
 
 
 def notes_of(node: fx.Node) -> Notes:
-    """The notes on a node, without the node."""
+    """The notes of a node, without a reference to the node."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     last = next(reversed(stack.values()), None) if isinstance(stack, dict) else None
     path = last[0] if isinstance(last, tuple) and last and isinstance(last[0], str) else ""
@@ -72,12 +72,12 @@ def _plain(path: str) -> str:
 
 
 def source_of(node: fx.Node) -> Source | None:
-    """The user's line from which a node comes; None where Dynamo knew none."""
+    """The user's line from which a node comes; None if Dynamo recorded none."""
     return notes_of(node).source()
 
 
 def copy_notes(new: fx.Node, old: fx.Node) -> None:
-    """Give `new` the notes of `old` that it does not have."""
+    """Copy the notes of `old` to `new`, where it has none."""
     for name in NOTES:
         if name in old.meta and not new.meta.get(name):
             new.meta[name] = old.meta[name]
@@ -85,7 +85,7 @@ def copy_notes(new: fx.Node, old: fx.Node) -> None:
 
 @contextlib.contextmanager
 def kept(module: fx.GraphModule) -> Iterator[None]:
-    """While passes rewrite the graph of `module`: no node of it is without notes at the end, if any had some."""
+    """Follow replacements while passes rewrite the graph of `module`; at the end complete the nodes' notes."""
     replaced: dict[str, fx.Node] = {}
 
     def follow(old: fx.Node, new: str, user: fx.Node) -> None:
@@ -100,9 +100,9 @@ def kept(module: fx.GraphModule) -> Iterator[None]:
 
 
 def complete(graph: fx.Graph, replaced: dict[str, fx.Node] | None = None) -> None:
-    """Give each call without notes those of a node near it; see the top of this file."""
+    """Give each call without notes those of a nearby node, as the module's docstring says."""
     missing = [n for n in graph.nodes if n.op not in ("placeholder", "output") and not n.meta.get(TRACE)]
-    for node in missing:  # arguments first: what they got is passed on
+    for node in missing:  # arguments first, since their notes may be passed on
         old = (replaced or {}).get(node.name)
         near = [*([old] if old is not None else []), *node.all_input_nodes]
         _take_first(node, near)

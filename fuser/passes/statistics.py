@@ -1,4 +1,4 @@
-"""Batch norms in training: what their backward does not read."""
+"""Batch norms in training: drops arguments that their backward does not use."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
-_MEAN, _VAR, _TRAIN = 3, 4, 7  # places of arguments
+_MEAN, _VAR, _TRAIN = 3, 4, 7  # positions of arguments
 
 
 def forget_statistics(module: fx.GraphModule) -> int:
     """The backward of a batch norm in training mode is given no running statistics: it uses the batch's own.
 
-    They would be saved for it, which makes them results of the forward, and what is a result is not written in place.
+    Saving them for it would make them results of the forward, and a result is not written in place.
     """
     changed = 0
     for node in module.graph.nodes:

@@ -1,8 +1,8 @@
-"""Products and convolutions in 16-bit floats that this machine has no fast ones for are made in float32.
+"""Computes 16-bit products and convolutions in float32 if the machine has no fast ones.
 
-ATen multiplies float16 on the CPU with loops of its own where oneDNN does not: on two AMD cores a product of
-512×512×2048 took 1,020 ms where 6 suffice with the casts, a convolution of 8×64×56×56 237 where 5 do. Sums are rounded
-once, as by ATen at best.
+On the CPU, ATen multiplies float16 with its own loops where oneDNN does not. On two AMD cores a product of 512×512×2048
+took 1,020 ms, and takes 6 with casts; a convolution of 8×64×56×56 took 237, and takes 5. Sums are rounded once, as at
+best on ATen.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fuser.passes.hints import same, size_hint
 
 aten: Any = torch.ops.aten
 LEAST_WORK = 1 << 15  # multiplications, below which casts cost more
-_FEW_ROWS = 4  # below, ATen's product of a vector and a transposed matrix is as fast as memory
-_TENSORS = {  # how many arguments from the first on are tensors
+_FEW_ROWS = 4  # with fewer, ATen's product of a vector and a transposed matrix runs at memory speed
+_TENSORS = {  # number of leading tensor arguments
     aten.mm.default: 2, aten.bmm.default: 2, aten.addmm.default: 3, aten.baddbmm.default: 3,
     aten.convolution.default: 3, aten.convolution_backward.default: 3,
 }  # fmt: skip
 
 
 def products_in_float32(module: fx.GraphModule) -> int:
-    """A product or convolution in 16-bit floats that the CPU has no fast one for is made in float32."""
+    """A product or convolution in 16-bit floats without a fast kernel on the CPU is computed in float32."""
     if config.numerics == "eager":
         return 0
     return sum(_widened(node) for node in list(module.graph.nodes) if node.target in _TENSORS)
@@ -97,7 +97,7 @@ def _computed(node: fx.Node) -> Any:
 
 
 def _results(node: fx.Node, new: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """The nodes that stand for a call's results, each with one for the result of the new call."""
+    """The nodes of a call's results, each with a node for the same result of the new call."""
     if node.target is not aten.convolution_backward.default:
         return [(node, new)]
     pairs = []

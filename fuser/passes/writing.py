@@ -1,4 +1,4 @@
-"""Calls written into a functional graph, with the values that they have."""
+"""Creates calls in a functional graph, with their values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 
 
 class Writer:
-    """Puts calls before a node, with its notes and with the values that they have."""
+    """Creates calls before a node, with the node's notes and their own values."""
 
     def __init__(self, at: fx.Node) -> None:
         self.at = at
@@ -25,12 +25,12 @@ class Writer:
         return node
 
     def size(self, node: fx.Node, dim: int) -> Any:
-        """A size of a tensor: a number, or a call that gives a symbol."""
+        """A size of a tensor: a number, or a node that computes a symbol."""
         known = node.meta["val"].shape[dim]
         return known if type(known) is int else self(torch.ops.aten.sym_size.int, node, dim)
 
     def instead(self, node: fx.Node) -> None:
-        """`node` takes the place of the node before which calls were put."""
+        """Replace the node that calls were put before by `node`."""
         node.meta = {**self.at.meta, **node.meta}
         self.at.replace_all_uses_with(node)
         self.at.graph.erase_node(self.at)

@@ -1,8 +1,8 @@
-"""Writes in place that keep the layout of what they write.
+"""In-place writes that keep the layout of their target.
 
-AOTAutograd makes `y.cumsum_(0)` the operator `cumsum`, whose result is row-major whatever `y` is. In eager `y` keeps
-its strides, and what is computed from it follows them. So where the two differ, the write becomes
-`y.copy_(y.cumsum(0))`, of which AOTAutograd makes a copy with the layout of `y`.
+AOTAutograd makes `y.cumsum_(0)` the operator `cumsum`, whose result is row-major for any `y`. In eager `y` keeps its
+strides, and later results follow them. So if the two differ, the write becomes `y.copy_(y.cumsum(0))`, which
+AOTAutograd turns into a copy with the layout of `y`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fuser.passes.hints import is_contiguous, same
 
 
 def keep_written_layouts(module: fx.GraphModule) -> int:
-    """Writes in place become copies of what their operators compute, where that has other strides than the target."""
+    """In-place writes become copies of their operators' results, if these have other strides than the target."""
     changed = 0
     for node in list(module.graph.nodes):
         target = value_of(node.args[0]) if node.args else None
@@ -47,18 +47,18 @@ def _computing(node: fx.Node) -> Callable[..., Any] | None:
 
 
 def _copied(graph: fx.Graph, node: fx.Node, target: torch.Tensor, function: Callable[..., Any]) -> int:
-    """Make `node` a copy of what `function` computes, if that has other strides than `target`; 1 if it is one now."""
+    """Make `node` a copy of the result of `function`, if that has other strides than `target`; 1 if it was changed."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: a.meta.get("example_value"))
     try:
         with target.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
             value = function(*args, **kwargs)
-            dense = torch.empty_like(target)  # what elementwise operators make of a target with gaps
-    except Exception:  # a value is not at hand, or the operator takes other arguments: it stays as it is
+            dense = torch.empty_like(target)  # the result of elementwise operators for a target with gaps
+    except Exception:  # a value is missing, or the operator has other arguments: keep the node
         return 0
     if not isinstance(value, torch.Tensor) or value.dtype is not target.dtype or not same(value.shape, target.shape):
         return 0
     if any(same(value.stride(), t.stride()) for t in (target, dense)) or _share_memory(value, target):
-        return 0  # the operator follows what it writes, or is a view, which `transpose_` and its kin make of it
+        return 0  # the operator follows its target's strides, or makes a view, as `transpose_` does
     with graph.inserting_before(node):
         made = graph.call_function(function, node.args, node.kwargs)
     made.meta = {**node.meta, "example_value": value}

@@ -1,7 +1,7 @@
 """Tensors that a program fills piece by piece: a chain of writes into parts of one dim becomes one `cat`.
 
 AOTAutograd makes each `out[t] = row` a `select_scatter`, a new tensor of which only one row is new. A kernel that
-computes the last of n such tensors chooses among n rows at each element, and computes all of them to do so.
+computes the last of n such tensors selects among n rows at each element, and computes all of them to do so.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from fuser.passes.cleanup import reaches_output, same_static_shape
 from fuser.passes.hints import is_contiguous
 
 aten = torch.ops.aten
-LEAST = 3  # writes from which a `cat` is made: fewer rows are chosen among, element by element, without a store
-MOST = 256  # and up to which
+LEAST = 3  # fewer writes stay: a kernel selects among their rows at each element, without a store
+MOST = 256  # upper bound on the number of writes
 _SCATTERS = {aten.select_scatter.default: aten.select.int, aten.slice_scatter.default: aten.slice.Tensor}
 _CUTS = frozenset(_SCATTERS.values())
-Span = tuple[int, int, int]  # a dim, its first place and the one behind the last
+Span = tuple[int, int, int]  # a dim, its first index, and the index after the last
 
 
 def join_writes(module: fx.GraphModule) -> int:
-    """A tensor that is written piece by piece along a dim, of which only the last content is read, becomes a `cat`."""
+    """A tensor written piece by piece along a dim becomes a `cat`, if only its last content is read."""
     graph = module.graph
     kept = reaches_output(graph)
     changed = sum(_read_through(node, kept) for node in list(graph.nodes) if node.target in _CUTS)
@@ -36,7 +36,7 @@ def join_writes(module: fx.GraphModule) -> int:
 
 
 def _span(node: fx.Node) -> Span | None:
-    """The part that a scatter writes, or a cut reads; None where it is not known, or has steps."""
+    """The part that a scatter writes, or a cut reads; None if it is unknown, or has steps."""
     scatter = node.target in _SCATTERS
     args = (node.args[0], *node.args[2:]) if scatter else node.args
     x: Any = args[0]
@@ -62,7 +62,7 @@ def _apart(a: Span, b: Span) -> bool:
 
 
 def _read_through(cut: fx.Node, kept: set[fx.Node]) -> int:
-    """A piece that is read of a tensor whose other pieces were written since is read of the older tensor."""
+    """A piece read after writes into other pieces is read from the older tensor, or is the value that was written."""
     span, source = _span(cut), cut.args[0]
     if span is None or cut in kept or _of_written_input(source):
         return 0
@@ -87,7 +87,7 @@ def _read_through(cut: fx.Node, kept: set[fx.Node]) -> int:
 
 
 def _of_written_input(node: Any) -> bool:
-    """Whether a chain of scatters begins with an input that the graph writes, which is for `scatters_in_place`."""
+    """Whether a chain of scatters begins with an input that the graph writes; `scatters_in_place` handles these."""
     while isinstance(node, fx.Node) and node.target in _SCATTERS:
         node = node.args[0]
     return isinstance(node, fx.Node) and node.op == "placeholder" and any(map(is_write_back, node.users))
@@ -98,7 +98,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _join(graph: fx.Graph, last: fx.Node, kept: set[fx.Node]) -> int:
-    """Put a `cat` for the chain of writes that ends with `last`; 0 where it stays."""
+    """Replace the chain of writes that ends with `last` by a `cat`; 0 if it stays."""
     value = last.meta["val"]
     if not is_contiguous(value) or _of_written_input(last):
         return 0
@@ -129,7 +129,7 @@ def _join(graph: fx.Graph, last: fx.Node, kept: set[fx.Node]) -> int:
 
 
 def _fits(value: torch.Tensor, scatter: fx.Node) -> bool:
-    """Whether a `cat` of the written pieces has the dtype and the memory format of the last scatter's result."""
+    """Whether a `cat` of the written pieces has the dtype and memory format of the last scatter's result."""
     source = scatter.args[1]
     own = source.meta.get("val") if isinstance(source, fx.Node) else None
     if not isinstance(own, torch.Tensor) or own.dtype is not value.dtype:

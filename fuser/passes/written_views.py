@@ -1,9 +1,8 @@
-"""Writes through views of an input are made through the view: `x.view(-1)[i] = v` writes a few elements, and not all.
+"""Writes through views of an input write through the view: `x.view(-1)[i] = v` writes a few elements, not all.
 
-AOTAutograd's functional graph computes the new content of the viewed part, turns it back into the whole input, and
-copies that into the input at the end: `copy_(x, view(index_put(view(x), …)))`. Here the copy goes the other way round:
-the view is taken of the input, and the content is copied or scattered into it. That is possible where nobody else reads
-what lies between.
+AOTAutograd's functional graph computes the new content of the viewed part, converts it back to the whole input, and
+copies that into the input at the end: `copy_(x, view(index_put(view(x), …)))`. This pass takes the same view of the
+input instead, and copies or scatters the content into it. That requires that nothing else reads the values in between.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from fuser.passes.classify import MARK, WRITTEN, base_of, is_view, is_write_back
 from fuser.passes.scatters import IN_PLACE, is_small_part
 
 aten = torch.ops.aten
-# Of a write into a part of a tensor: the view that is this part, by the same arguments.
+# For a write into a part of a tensor: the view that is this part, with the same arguments.
 _PART_OF = {
     aten.slice_scatter.default: aten.slice.Tensor,
     aten.select_scatter.default: aten.select.int,
@@ -36,13 +35,13 @@ _MADE_BY_VIEWS = frozenset({*_PART_OF, *_SWAPS, *_RESIZED, aten.permute.default}
 
 @dataclass(frozen=True)
 class _Seen:
-    """A view of an input: the calls that make it, each a function and what follows the tensor, and its value."""
+    """A view of an input: the calls that make it, each a function and its arguments after the tensor, and its value."""
 
     calls: tuple[tuple[Any, tuple[Any, ...]], ...]
     value: torch.Tensor
 
     def through(self, function: Any, *args: Any) -> _Seen:
-        """A view of this view. Raises what the function raises where the layout does not allow it."""
+        """A view of this view. Raises the function's own error if the layout does not allow it."""
         with torch.no_grad(), self.value.fake_mode:  # type: ignore[attr-defined]
             return _Seen((*self.calls, (function, args)), function(self.value, *args))
 
@@ -57,7 +56,7 @@ class _Write:
 
 
 class _CannotWrite(Exception):
-    """The content is made in a way that does not name the parts that are written."""
+    """Raised if the parts that are written cannot be told from how the content is computed."""
 
 
 def write_through_views(module: fx.GraphModule) -> int:
@@ -108,7 +107,7 @@ def _writes(x: fx.Node, value: Any, at: _Seen) -> list[_Write]:
     if back is not None:
         return _writes(x, value.args[0], back)
     if any(function in _PARTS for function, _ in at.calls) and not is_small_part(value.meta["val"], x.meta["val"]):
-        raise _CannotWrite  # a kernel makes the whole input anew
+        raise _CannotWrite  # a kernel computes the whole input anew
     return [_Write(at, value, False)]
 
 
@@ -120,7 +119,7 @@ def _tried(view: Callable[[], _Seen]) -> _Seen:
 
 
 def _undone(node: fx.Node, at: _Seen) -> _Seen | None:
-    """The view of `at` that has the content of `node`'s argument, if `node` is a view which only arranges anew."""
+    """The view of `at` with the content of `node`'s argument, if `node` is a view that only rearranges; else None."""
     source, args = node.args[0] if node.args else None, node.args[1:]
     if not isinstance(source, fx.Node) or not _is_plain(source):
         return None
@@ -135,7 +134,7 @@ def _undone(node: fx.Node, at: _Seen) -> _Seen | None:
 
 
 def _geometry(value: torch.Tensor) -> tuple[Any, ...]:
-    """What elements of its memory a view has, and how, by spelling, which adds no guard."""
+    """The geometry of a view (sizes, strides, offset, dtype, conjugation, negation), as text. Adds no guard."""
     sizes, strides = tuple(map(str, value.shape)), tuple(map(str, value.stride()))
     return sizes, strides, str(value.storage_offset()), value.dtype, value.is_conj(), value.is_neg()
 
@@ -145,7 +144,7 @@ def _has_form(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _views(x: fx.Node) -> dict[tuple[Any, ...], list[fx.Node]]:
-    """The input itself and all views of it, by what elements they have."""
+    """The input itself and all views of it, by geometry."""
     found: dict[tuple[Any, ...], list[fx.Node]] = {}
     pending = [x]
     while pending:
@@ -157,13 +156,13 @@ def _views(x: fx.Node) -> dict[tuple[Any, ...], list[fx.Node]]:
 
 
 def _can_be_spelled(seen: _Seen, views: dict[tuple[Any, ...], list[fx.Node]]) -> bool:
-    """Whether a view is in the graph already, or can be made of numbers."""
+    """Whether a view is in the graph already, or can be made with numbers alone."""
     numbers = all(type(n) is int for _, args in seen.calls for a in args for n in (a if isinstance(a, list) else [a]))
     return numbers or _geometry(seen.value) in views
 
 
 def _is_apart(write: _Write, written: set[Any]) -> bool:
-    """Whether a write, which may move, reads no input that the graph writes, but where it is made."""
+    """Whether a write reads none of the inputs that the graph writes, except its own target, so that it may move."""
     arguments = write.node.all_input_nodes[1:] if write.scatters else [write.node]
     return not any(base_of(a) in written for a in arguments)
 
@@ -171,7 +170,7 @@ def _is_apart(write: _Write, written: set[Any]) -> bool:
 def _emit(
     graph: fx.Graph, copy: fx.Node, writes: list[_Write], views: dict[tuple[Any, ...], list[fx.Node]]
 ) -> None:  # fmt: skip
-    """Put the writes in the place of `copy`, and drop what only it needed."""
+    """Replace `copy` by the writes, and erase nodes that only `copy` needed."""
     for write in writes:
         target = _viewed(graph, copy, write.into, views)
         args = (target, *write.node.args[1:]) if write.scatters else (target, write.node)
@@ -192,7 +191,7 @@ def _emit(
 def _viewed(
     graph: fx.Graph, copy: fx.Node, seen: _Seen, views: dict[tuple[Any, ...], list[fx.Node]]
 ) -> fx.Node:  # fmt: skip
-    """The node of a view of an input: one for all who read or write it, which is no part of a kernel."""
+    """The node of a view of an input, outside of groups. All its readers and writers share one node."""
     known = views.get(_geometry(seen.value))
     if known is None:
         node: fx.Node = copy.args[0]  # type: ignore[assignment]
@@ -217,7 +216,7 @@ def _viewed(
 
 
 def _move_before(place: fx.Node, node: fx.Node) -> None:
-    """Move a node, and what it is made of, before another one where they are not."""
+    """Move a node and its inputs before `place`, unless they are there already."""
     if place < node:
         for source in node.all_input_nodes:
             _move_before(place, source)
