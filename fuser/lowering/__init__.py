@@ -1,1 +1,1 @@
-"""ATen → IR, a file per family of operators, which enter their lowerings in `entries`; `registry` has all of them."""
+"""Lowers ATen to IR. Each module has a family of operators, registered in `entries`; `registry` imports all of them."""

@@ -189,7 +189,7 @@ def lower_prelu(ctx: LoweringContext, x: TensorBox, weight: TensorBox) -> Tensor
     demands.same_dtypes(x, weight)
     size, own = ctx.size_of(x), ctx.size_of(weight)
     if ctx.op == "aten.prelu" and len(own) == 1 and len(size) > 1:
-        # The channels are dim 1; one weight serves all.
+        # One weight serves all channels, or each index of dim 1 has its own.
         rank = len(size)
         shape = tuple(own[0] if d == 1 else ONE for d in range(rank))
         weight = weight.viewed(shape, lambda i: (i[1],))
@@ -213,7 +213,7 @@ def lower_softshrink(ctx: LoweringContext, x: Operand, limit: Operand = 0.5) -> 
     """x moved towards 0 by the limit"""
 
     def body(v: Value, a: Value) -> Value:
-        inside = ops.mul(v, 0.0)  # NaN stays
+        inside = ops.mul(v, 0.0)  # keeps NaN
         below = ops.where(ops.lt(v, ops.neg(a)), ops.add(v, a), inside)
         return ops.where(ops.gt(v, a), ops.sub(v, a), below)
 
@@ -402,7 +402,8 @@ def lower_logit(ctx: LoweringContext, x: Operand, eps: Any = None) -> TensorBox:
         y = ops.log(ops.div(v, one_minus(v)))
         if eps is None:
             return y
-        # The ends' values take the result's place: of a logarithm of either number or x, g++ makes branches.
+        # The values at the ends are constants: g++ would turn a selection inside the logarithm's argument into
+        # branches.
         low = torch.tensor(known(eps), dtype=v.dtype)
         ends = [torch.log(end / (1 - end)).item() for end in (low, torch.tensor(1.0 - known(eps), dtype=v.dtype))]
         return ops.where(
@@ -463,7 +464,7 @@ def lower_glu(ctx: LoweringContext, x: TensorBox, dim: int = -1) -> TensorBox:
 
 @lower("aten.glu_backward")
 def lower_glu_backward(ctx: LoweringContext, grad: TensorBox, x: TensorBox, dim: int) -> TensorBox:
-    """Gradients of both halves, side by side."""
+    """Gradients of both halves, concatenated along `dim`."""
     dim, a, b = halves(ctx, x, dim)
     dtype, size = result_dtype(ctx), ctx.size_of(a)
     wide = compute_dtype(dtype)

@@ -1,9 +1,9 @@
-"""The memory that writes to computed places go to.
+"""The memory that scatters write into.
 
-Where points run in order it is the result itself; but sums and products of halves gather in float32, as eager's
-do. Elsewhere points run in no order, and are combined by atomic operations, of which the hardware has few: sums of
-halves gather in float32, small integers in int32. Extremes of floats have the bits of NaN put in order; a minimum is
-the maximum of what is negated. All of it is undone in the end.
+On devices that run points in order it is the result itself, but sums and products of 16-bit floats accumulate in
+float32, as in eager. On other devices points run in no order and are combined by atomic operations. The hardware has
+few of these: sums of 16-bit floats accumulate in float32, small integers in int32. Extremes of floats use a NaN whose
+bits compare as the greatest, and a minimum is the maximum of negated values. The result is converted back at the end.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Put = Callable[[Index], tuple[Value, Sequence[Expr]]]
 Change = Callable[[Value], Value]
 DIRECT = (torch.float32, torch.float64, torch.int32, torch.int64)
 NARROW = (torch.int8, torch.int16, torch.uint8)
-LARGE = 1 << 23  # elements of a wider copy, which takes longer than ATen takes to sort
-FEW = 8  # of these for each sum, at least
+LARGE = 1 << 23  # elements of a widened copy from which ATen's sort is faster
+FEW = 8  # elements per sum from which sums are few
 
 
 def why_not_atomic() -> str | None:
-    """Why nothing may be written in no order, if so."""
+    """Why writes in no order are not allowed; None if they are."""
     if config.is_deterministic():
         return "writes to computed places run in no order here, and torch.use_deterministic_algorithms asks for one"
     return None
 
 
 class Target:
-    """Memory that starts as `start`, and the way from values of `dtype` to those in it, and back.
+    """Memory that starts as `start`. `into` converts values of `dtype` to the memory's values, `back` converts back.
 
-    `reuse`: a tensor of these values; where nothing else will read it, and scatters made it, they go on in its memory.
+    `reuse`: a tensor with the values of `start`. If scatters made it and nothing else reads it, its memory is reused.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Target:
         ctx.into_slice(self.box, self.size, lambda i: self.into(start(i)), lambda i: i)
 
     def _plan_atomics(self) -> torch.dtype:
-        """Choose `into` and `back`; the dtype of the memory."""
+        """Choose `into` and `back`. Returns the dtype of the memory."""
         own = torch.float32 if self.dtype in LOW_PRECISION else torch.int32 if self.dtype in NARROW else self.dtype
         row = REDUCTIONS[self.combine]
         if own not in DIRECT or not row.atomic:
@@ -85,7 +85,7 @@ class Target:
         return own
 
     def put(self, size: Sequence[Expr], inner_fn: Put, combine: bool = True) -> None:
-        """One more loop over `size`: a value and the index where it goes; it replaces what is there, or is combined."""
+        """Add a loop over `size` that scatters values to indices; each replaces the element, or is combined with it."""
         self._need_sums(size)
 
         def inner(index: Index) -> tuple[Value, Sequence[Expr]]:
@@ -95,7 +95,7 @@ class Target:
         self.ctx.scatter_into(self.box, size, inner, self.combine if combine else "")
 
     def _need_sums(self, size: Sequence[Expr]) -> None:
-        """Refuse a large target that is converted as a whole for few sums: a gradient of a table of words in halves."""
+        """Unsupported for few sums into a large converted target, such as the gradient of a 16-bit embedding table."""
         if self.ctx.target.ordered or self.box.dtype is self.dtype:
             return
         elements, sums = (self.ctx.hint(product(s)) for s in (self.size, size))
@@ -103,7 +103,7 @@ class Target:
             raise Unsupported(because("left_to_aten", f"few sums of {self.dtype} in a large tensor are left to ATen"))
 
     def result(self) -> TensorBox:
-        """What has been written."""
+        """The tensor after all writes, in `dtype`."""
         if self.box.dtype is self.dtype and self.back is _same:
             return self.box
         load = self.ctx.loader(self.box, self.size, self.box.dtype)
@@ -115,12 +115,12 @@ def _same(value: Value) -> Value:
 
 
 def _nan_above_all(v: Value) -> Value:
-    """NaN in the bits that compare as the greatest."""
+    """`v`, with each NaN replaced by one whose bits compare as the greatest."""
     return ops.where(ops.ne(v, v), ops.constant(float("nan"), v.dtype), v)
 
 
 def target(ctx: LoweringContext, x: TensorBox, combine: str) -> Target:
-    """A target with the values of `x`, in the order that eager gives the node's result."""
+    """A target with the values of `x`, in the memory order of eager's result."""
     size = ctx.size_of(x)
     return Target(ctx, size, x.dtype, ctx.loader(x, size, x.dtype), combine, ctx.order_of_meta(), x)
 
@@ -133,8 +133,8 @@ def _is_free(ctx: LoweringContext, x: TensorBox) -> bool:
 
 def _taken(ctx: LoweringContext, x: TensorBox) -> TensorBox:
     buffer = x.storage.buffer
-    ctx.claims[id(x.storage)] = 0  # the one reader is this node
-    ctx.buffers.remove(buffer)  # what is to come reads buffers made since
+    ctx.claims[id(x.storage)] = 0  # this node is the only reader
+    ctx.buffers.remove(buffer)  # later loops read buffers made since
     ctx.buffers.append(buffer)
     return TensorBox(x.storage)
 

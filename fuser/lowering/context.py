@@ -1,6 +1,6 @@
-"""The state of one lowering: symbols and what is known of them, buffers made so far, scalar inputs.
+"""The state of one lowering: symbols and known facts about them, the buffers made so far, scalar inputs.
 
-Passed to every `lower_*` function; nothing here is ambient, so eight threads lower eight graphs.
+It is passed to every `lower_*` function. Nothing here is global, so eight threads can lower eight graphs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Operand = TensorBox | Scalar | Number | Expr | int | float | bool
 
 
 class LoweringContext:
-    """What `lower_*` functions build with. `numerics`: "fast" or "eager"; `target`: the device of all tensors."""
+    """The state of one lowering. `numerics`: "fast" or "eager"; `target`: the device of all tensors."""
 
     def __init__(self, numerics: str = "fast", target: Target | None = None) -> None:
         self.numerics = numerics
@@ -71,28 +71,28 @@ class LoweringContext:
         self.facts: dict[Sym, Expr] = {}  # symbols found equal to something else
         self.guards: dict[tuple[str, Expr, Expr], None] = {}  # other relations that this lowering relies on, in order
         self.scalars: list[Scalar] = []
-        self.writes: list[tuple[str, int]] = []  # buffers that go into inputs, by the input's number
-        self.result_orders: dict[str, tuple[int, ...]] = {}  # of results with dims of one element, by the buffer
-        self.result_sizes: dict[str, tuple[Expr, ...]] = {}  # of results that are reshaped, by the buffer
-        self.perhaps_views: set[str] = set()  # copies of what Python's x[0-dim tensor] gives a view of
+        self.writes: list[tuple[str, int]] = []  # buffers to be written into inputs, by the input's number
+        self.result_orders: dict[str, tuple[int, ...]] = {}  # by buffer, for results with dims of size 1
+        self.result_sizes: dict[str, tuple[Expr, ...]] = {}  # by buffer, for results that are reshaped
+        self.perhaps_views: set[str] = set()  # copies where Python's x[0-dim tensor] returns a view
         self.origin = ""
-        self.op = ""  # the operator being lowered, its result(s) and arguments as meta tensors
+        self.op = ""  # the operator being lowered; below, its result(s) and arguments as meta tensors
         self.meta: Any = None
         self.arg_metas: tuple[Any, ...] = ()
-        self.n_readers = 0  # how many nodes of the graph read the result
-        self.is_scanned = False  # whether a scan is one of them
-        self.is_normed = False  # whether a norm of images is one of them
-        self.claims: Counter[int] = Counter()  # by id of a StorageBox: nodes and outputs that read a box over it
+        self.n_readers = 0  # number of nodes of the graph that read the result
+        self.is_scanned = False  # whether one of them is a scan
+        self.is_normed = False  # whether one of them is a norm of images
+        self.claims: Counter[int] = Counter()  # by id of a StorageBox: how many nodes and outputs read a box over it
 
     # -- symbols -----------------------------------------------------------------------------------------------------
     def new_symbol(self, name: str, hint: int, kind: str = SIZE) -> Expr:
-        """A symbol whose value in the example is `hint`."""
+        """A new symbol whose value in the example is `hint`."""
         out = symbol(name, kind)
         self.hints[Sym(name, kind)] = hint
         return out
 
     def canon(self, e: Expr | int) -> Expr:
-        """`e` with all known facts put in."""
+        """`e` with all known facts substituted."""
         e = expr(e)
         while self.facts and any(s in self.facts for s in symbols(e)):
             e = substitute(e, self.facts)
@@ -103,7 +103,7 @@ class LoweringContext:
         return evaluate(self.canon(e), self.hints)
 
     def specialise(self, e: Expr | int) -> int:
-        """Make `e` a constant: its symbols become facts, and guards of the kernel. Returns the value."""
+        """Make `e` a constant: its symbols become facts, and guards of the kernel. Returns the constant."""
         e = self.canon(e)
         for s in sorted(symbols(e)):
             self.facts[s] = expr(self.hints[s])
@@ -131,7 +131,10 @@ class LoweringContext:
             self.specialise(y)
 
     def assume(self, relation: str, a: Expr | int, b: Expr | int) -> None:
-        """Rely on `a relation b` ("eq", "ne", "lt", "le"): true in the example; a guard unless it is plain."""
+        """Rely on `a relation b` ("eq", "ne", "lt", "le"), which becomes a guard unless it always holds.
+
+        Unsupported if it does not hold in the example.
+        """
         x, y = self.canon(a), self.canon(b)
         gap = y - x
         if not _holds(relation, evaluate(gap, self.hints)):
@@ -144,7 +147,7 @@ class LoweringContext:
         return self.canon(size) == ONE
 
     def broadcast_sizes(self, sizes: Sequence[tuple[Expr, ...]]) -> tuple[Expr, ...]:
-        """The common size of tensors of `sizes`. A dim that is 1 in one and not in another becomes the constant 1."""
+        """The common size of broadcast tensors. A dim that is 1 in only some of them becomes the constant 1."""
         rank = max((len(s) for s in sizes), default=0)
         out: list[Expr] = []
         for position in range(rank):
@@ -199,7 +202,7 @@ class LoweringContext:
         return TensorBox(StorageBox(buffer))
 
     def table(self, size: Sequence[Expr], dtype: torch.dtype, inner_fn: Callable[[Index], Value]) -> TensorBox:
-        """The same as `pointwise`, computed once for all who read it: few elements, each of which many loops take."""
+        """`pointwise`, but computed once for all readers: for few elements, each of which many loops read."""
         made = self.pointwise(size, dtype, inner_fn)
         made.storage.buffer.table = True
         return made
@@ -228,7 +231,7 @@ class LoweringContext:
         return ops.round_to(value, dtype) if self.numerics == "eager" else value
 
     def order_of_meta(self, result: int | None = None) -> tuple[int, ...] | None:
-        """The order of dims in memory that eager gives the node's result (or its result `result`); None: row-major."""
+        """The dims of the node's result (or its result `result`) in eager's memory order; None if it is row-major."""
         meta = self.meta if result is None else self.meta[result]
         if not isinstance(meta, torch.Tensor) or meta.is_contiguous():
             return None
@@ -238,7 +241,7 @@ class LoweringContext:
         self, target: TensorBox, size: Sequence[Expr], inner_fn: Callable[[Index], Value],
         store_index: Callable[[Index], Index],
     ) -> None:  # fmt: skip
-        """One more loop that fills part of `target`'s buffer: the value at `index` goes to `store_index(index)`."""
+        """Add a loop to `target` that fills part of its buffer: the value at `index` goes to `store_index(index)`."""
         buffer = target.storage.buffer
         size = tuple(self.canon(s) for s in size)
         body = record(lambda index: self._finish(inner_fn(index), buffer.dtype), len(size))
@@ -248,7 +251,7 @@ class LoweringContext:
         self, target: TensorBox, size: Sequence[Expr],
         inner_fn: Callable[[Index], tuple[Value, Sequence[Expr]]], combine: str = "",
     ) -> None:  # fmt: skip
-        """One more loop on `target`'s buffer: over `size`, in order, a value and the index where it goes."""
+        """Add a loop to `target` over `size`, in order: `inner_fn` gives a value and the index of its store."""
         buffer = target.storage.buffer
         size = tuple(self.canon(s) for s in size)
 
@@ -263,7 +266,7 @@ class LoweringContext:
         self, kind: str, size: Sequence[Expr], dim: int, dtype: torch.dtype, inner_fn: Callable[[Index], Value],
         order: tuple[int, ...] | None = None,
     ) -> TensorBox:  # fmt: skip
-        """A tensor of `size`: at each place, `kind` of the values of `inner_fn` up to it along `dim`."""
+        """A tensor of `size`: the element at an index is `kind` over the values of `inner_fn` up to it along `dim`."""
         buffer = self.new_buffer(dtype, size, order)
         rank = len(buffer.size)
         dims = [*(d for d in range(rank) if d != dim), dim]
@@ -285,7 +288,7 @@ class LoweringContext:
         return tuple(self.canon(s) for s in operand.size) if isinstance(operand, TensorBox) else ()
 
     def loader(self, operand: Operand, size: Sequence[Expr], dtype: torch.dtype) -> Callable[[Index], Value]:
-        """A function giving the operand's value, converted to compute dtype, at an index of the broadcast `size`."""
+        """A function that loads the operand at an index of the broadcast `size`, in the compute dtype of `dtype`."""
         if isinstance(operand, TensorBox):
             box = operand
             own = self.size_of(box)
@@ -320,7 +323,7 @@ class LoweringContext:
 
 
 def _preferred(a: Sym, b: Sym) -> bool:
-    """Whether `a` rather than `b` stands for both: sizes of tensors before numbers, then by name."""
+    """Whether `a` rather than `b` represents both: sizes of tensors come before numbers, then by name."""
     return (a.kind != SIZE, a) < (b.kind != SIZE, b)
 
 

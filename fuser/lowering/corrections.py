@@ -1,8 +1,8 @@
-"""Where eager's kernels differ from torch's shape functions: the layout of results, and for some the dtype.
+"""Corrects torch's shape functions where eager's kernels differ: in the layout of results, and for some in the dtype.
 
-A rule takes the shape function's result, the device type and the call's arguments, all tensors without data, and gives
-the result as eager's kernels make it. These are facts of torch, so here devices have torch's names: a target says by
-`Target.eager` whose kernels its own are like.
+A rule gets the shape function's result, the device type and the call's arguments, all as meta tensors. It returns the
+result that eager's kernels give. These are facts about torch, so devices have torch's names here: `Target.eager` says
+whose kernels a target follows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fuser.lowering.shapes import KINDS, broadcast, dense_strides, is_dense, ope
 
 
 def _statistics(meta: Any, device: str, x: torch.Tensor, *params: Any) -> Any:
-    """For halves the CPU's norms give statistics in float32 beside float32 parameters, else in the input's dtype."""
+    """For 16-bit floats the CPU's norms return float32 statistics if a parameter is float32, else the input's dtype."""
     if device != "cpu" or x.dtype not in (torch.float16, torch.bfloat16):
         return meta
     wide = any(isinstance(p, torch.Tensor) and p.dtype is torch.float32 for p in params)
@@ -33,7 +33,7 @@ def _layer_norm(meta: Any, device: str, x: torch.Tensor, shape: Any, *params: An
 
 
 def suggests_channels_last(x: torch.Tensor) -> bool:
-    """Whether eager's kernels take `x` for channels-last: by the order of its strides, with or without gaps.
+    """Whether eager's kernels treat `x` as channels-last: by the order of its strides, with or without gaps.
 
     Source: `is_channels_last_strides_2d_s4` and `_3d_s5` in c10/core/MemoryFormat.h.
     """
@@ -48,7 +48,7 @@ def suggests_channels_last(x: torch.Tensor) -> bool:
 
 
 def _suggested(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
-    """A first result that is channels-last if `x` is, on the CPU alone, else row-major."""
+    """The first result is channels-last if `x` is and the device is the CPU; else it is row-major."""
     if isinstance(meta, (tuple, list)):
         return (_suggested(meta[0], device, x), *meta[1:])
     if meta is None:
@@ -62,25 +62,25 @@ def _in_layout(meta: torch.Tensor, channels_last: bool) -> torch.Tensor:
 
 
 def _dropout_backward(meta: Any, device: str, grad: torch.Tensor, *args: Any) -> Any:
-    """On other devices than the CPU as the gradient suggests. Source: masked_scale in ATen/native/cuda/Dropout.cu."""
+    """Not on the CPU: in the gradient's suggested layout. Source: masked_scale in ATen/native/cuda/Dropout.cu."""
     if device == "cpu":
         return _in_order(meta, device, grad, *args)
     return _in_layout(meta, suggests_channels_last(grad))
 
 
 def _unless_row_major(meta: Any, device: str, x: torch.Tensor) -> Any:
-    """The same, but row-major for an `x` that is row-major, too; on other devices as the shape function says."""
+    """On the CPU `_suggested`, but row-major if `x` is row-major; on other devices the shape function is right."""
     if device != "cpu":
         return meta
     return (_contiguous(meta[0], device), *meta[1:]) if x.is_contiguous() else _suggested(meta, device, x)
 
 
 def _padded(meta: Any, device: str, x: torch.Tensor, pad: Any, mode: Any = "constant", *args: Any) -> Any:
-    """By the operator that makes the padding."""
+    """The layout depends on the operator that pads in this mode."""
     return _suggested(meta, device, x) if mode in ("reflect", "replicate", *_EDGE_MODES) else meta
 
 
-_EDGE_MODES = (1, 2)  # of `_pad_enum`: reflect and replicate
+_EDGE_MODES = (1, 2)  # values of `_pad_enum`: reflect and replicate
 
 
 def _native_group_norm(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
@@ -88,7 +88,7 @@ def _native_group_norm(meta: Any, device: str, x: torch.Tensor, *args: Any) -> A
 
 
 def _batch_norm_backward(meta: Any, device: str, grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Any:
-    """On other devices than the CPU channels-last only in training, and for an `x` without gaps."""
+    """On other devices than the CPU: channels-last only in training, and if `x` is channels-last without gaps."""
     if device == "cpu" or meta[0] is None:
         return _suggested(meta, device, x)
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
@@ -101,7 +101,7 @@ def _suggested_by_second(meta: Any, device: str, grad: torch.Tensor, x: torch.Te
 
 
 def _batch_norm(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
-    """Outside of training the CPU's kernels return empty statistics, others those used."""
+    """Outside of training the CPU's kernels return empty statistics; other kernels return the ones used."""
     meta = _unless_row_major(_statistics(meta, device, x, *args), device, x)
     if any(a is True for a in args):
         return meta
@@ -120,7 +120,7 @@ def _whole_batch_norm(meta: Any, device: str, x: torch.Tensor, *args: Any) -> An
 
 
 def _roll(meta: Any, device: str, x: torch.Tensor, shifts: Any, dims: Sequence[int] = ()) -> Any:
-    """The CPU's kernel joins two pieces, and so keeps channels-last memory or not, as sizes and shifts are."""
+    """The CPU's kernel joins two pieces; whether the result is channels-last depends on sizes and shifts."""
     if device == "cpu" and dims and x.dim() in (4, 5) and x.stride(1) == 1:
         raise Unsupported("roll of channels-last memory: ATen's layout depends on sizes and shifts")
     return meta
@@ -152,21 +152,21 @@ def _index(meta: Any, device: str, x: torch.Tensor, indices: Sequence[torch.Tens
 
 
 def _contiguous(meta: Any, device: str, *args: Any) -> Any:
-    """Whatever its arguments' layout."""
+    """Row-major for any layout of the arguments."""
     if isinstance(meta, (tuple, list)):
         return tuple(_contiguous(m, device) for m in meta)
     return torch.empty(meta.shape, dtype=meta.dtype, device="meta") if isinstance(meta, torch.Tensor) else meta
 
 
 def _log_sigmoid(meta: Any, device: str, x: torch.Tensor) -> Any:
-    """The CPU's kernel gives contiguous results, whatever its argument's layout."""
+    """The CPU's kernel returns contiguous results for any layout of its argument."""
     if device != "cpu":
         return meta
     return _contiguous(meta, device)
 
 
 def _as_first(meta: Any, device: str, x: Any, *args: Any) -> Any:
-    """The layout of a copy of the first argument, if the result has its size."""
+    """The strides of a copy of the first argument, if the result has its size."""
     if not isinstance(x, torch.Tensor) or not isinstance(meta, torch.Tensor) or meta.shape != x.shape:
         return meta
     return torch.empty_strided(meta.shape, x.clone().stride(), dtype=meta.dtype, device="meta")
@@ -177,20 +177,20 @@ def _as_second(meta: Any, device: str, _: Any, x: Any, *args: Any) -> Any:
 
 
 def _like(meta: Any, device: str, x: Any, *args: Any) -> Any:
-    """The same in dims of one element; in others the shape function is right, for a layout that is asked for, too."""
+    """The first argument's strides also in dims of one element; for a requested layout the shape function is right."""
     alike = all(n == 1 or a == b for n, a, b in zip(x.shape, meta.stride(), x.stride()))
     return _as_first(meta, device, x) if alike and is_dense(x) else meta
 
 
 def _pow(meta: Any, device: str, a: Any, b: Any) -> Any:
-    """Powers of a number are contiguous. A truth value to the power of one stays one."""
+    """Powers of a number are contiguous. A bool tensor to the power of a bool stays a bool tensor."""
     if isinstance(b, bool) and isinstance(a, torch.Tensor) and a.dtype is torch.bool:
         meta = meta.to(torch.bool)
     return _in_order(meta, device, a, b) if isinstance(a, torch.Tensor) else _contiguous(meta, device)
 
 
 def _in_order(meta: Any, device: str, *args: Any) -> Any:
-    """Numbers among the arguments are no operands of the iterator."""
+    """TensorIterator's strides, where numbers among the arguments are not operands."""
     return _iterated([a for a in args if isinstance(a, torch.Tensor)], meta, device)
 
 
@@ -199,15 +199,15 @@ def _in_reverse(meta: Any, device: str, *args: Any) -> Any:
 
 
 def _with_numbers(meta: Any, device: str, *args: Any) -> Any:
-    """Numbers among the arguments are operands, too."""
+    """TensorIterator's strides, where numbers among the arguments are operands, too."""
     return _iterated(operands("", args), meta, device)
 
 
 def _iterated(tensors: Sequence[torch.Tensor], meta: Any, device: str, common: torch.dtype | None = None) -> Any:
-    """Strides of an elementwise result by the rule of TensorIterator, where it is one.
+    """The strides of an elementwise result by TensorIterator's rule; `meta` if it does not have the broadcast size.
 
-    The CPU casts operands of another dtype than the common one first: a copy of an expanded tensor is dense.
-    Source: `compute_types` in aten/src/ATen/TensorIterator.cpp.
+    The CPU first casts operands to the common dtype: a copy of an expanded tensor is dense. Source: `compute_types` in
+    aten/src/ATen/TensorIterator.cpp.
     """
     if not isinstance(meta, torch.Tensor):
         return meta
@@ -220,14 +220,14 @@ def _iterated(tensors: Sequence[torch.Tensor], meta: Any, device: str, common: t
 
 
 def _where(meta: Any, device: str, condition: torch.Tensor, *args: Any) -> Any:
-    """Eager casts the operands that are chosen from, not the condition."""
+    """Eager casts the two values, not the condition."""
     chosen = [a for a in args if isinstance(a, torch.Tensor)]
     cast = [t if t.dtype is meta.dtype or is_dense(t) else _dense_copy(t) for t in chosen]
     return _iterated([condition, *cast], meta, device, torch.bool)
 
 
 def _glu(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
-    """By the order of the two halves."""
+    """In the order of the two halves."""
     half = torch.empty_strided(meta.shape, x.stride(), dtype=x.dtype, device="meta")
     return _iterated([half, half], meta, device)
 
@@ -238,7 +238,7 @@ def _dense_copy(t: torch.Tensor) -> torch.Tensor:
 
 
 def _of_target(meta: Any, device: str, x: Any, target: Any, *args: Any) -> Any:
-    """Of 1 - target, which eager computes first and then writes in place."""
+    """The strides of 1 - target, which eager computes first and then overwrites."""
     return _as_first(meta, device, target)
 
 
@@ -247,23 +247,23 @@ def _in_place_on_first(meta: Any, device: str, x: torch.Tensor, *args: Any) -> A
 
 
 def _soft_margin_loss_backward(meta: Any, device: str, grad: Any, x: Any, target: Any, *args: Any) -> Any:
-    """Of target * exp(-target * x), which eager computes first and then writes in place."""
+    """The strides of target * exp(-target * x), which eager computes first and then overwrites."""
     product = _iterated([_dense_copy(target), x], meta, device)
     return _iterated([target, _iterated([product], meta, device)], meta, device)
 
 
 def _into_first(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
-    """Written into memory made like the first argument, unless the result is larger."""
+    """Written into a tensor like the first argument, unless the result is larger."""
     return _as_first(meta, device, x) if meta.shape == x.shape else _in_order(meta, device, x, *args)
 
 
 def _huber_loss(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
-    """Of the dtype of the first argument."""
+    """In the dtype of the first argument."""
     return _into_first(meta.to(x.dtype), device, x, *args)
 
 
 def _loss_backward(meta: Any, device: str, grad: Any, x: Any, target: Any, *args: Any) -> Any:
-    """Written into row-major memory of the input's size, unless the result is larger."""
+    """Written into a row-major tensor of the input's size, unless the result is larger."""
     same = meta.shape == x.shape
     return _contiguous(meta, device) if same else _iterated([x, target, grad], meta, device)
 
@@ -278,17 +278,17 @@ def _all_as_first(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
 
 
 def _of_parts(meta: Any, device: str, *args: Any) -> Any:
-    """By the operands' order, though the result is of another dtype than they."""
+    """In the operands' order, although the result has another dtype."""
     return _iterated(args, meta, device, args[0].dtype)
 
 
 def _in_two_steps(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
-    """Computed from a result that is laid out like `x`."""
+    """Computed from an intermediate result with the strides of `x`."""
     return _iterated([_iterated([x], meta, device)], meta, device)
 
 
 def _ldexp(meta: Any, device: str, x: Any, exponent: Any) -> Any:
-    """`x` times a power of 2, which is row-major. A power that has no dims keeps its dtype beside integers."""
+    """`x` times a row-major power of 2. A 0-dim power keeps its dtype beside integers."""
     common = torch.result_type(x, exponent)
     meta = meta.to(common) if common.is_floating_point else meta
     return _iterated([x, _contiguous(exponent, device)], meta, device)
@@ -397,7 +397,7 @@ def is_corrected(op: str) -> bool:
 
 
 def corrected(op: str, device: str, meta: Any, args: Sequence[Any]) -> Any:
-    """What an operator's shape function gives, as eager's kernels on `device` have it."""
+    """An operator's meta result with the strides and dtype of eager's kernels on `device`."""
     packet = op.rsplit(".", 1)[0] if op.count(".") == 2 else op
     if packet in CORRECTIONS:
         return CORRECTIONS[packet](meta, device, *args)
@@ -408,7 +408,7 @@ def corrected(op: str, device: str, meta: Any, args: Sequence[Any]) -> Any:
 
 
 class PartsCorrected(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is on, each operator that a composite one calls gives a meta tensor of eager's strides."""
+    """A mode in which each operator that a composite operator calls returns a meta tensor with eager's strides."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -416,11 +416,11 @@ class PartsCorrected(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch would wrap the method below to keep Dynamo out of it, and import Dynamo for that."""
+        """False: otherwise torch would import Dynamo, to wrap `__torch_dispatch__` and keep Dynamo out of it."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """One call on meta tensors."""
+        """Run one call on meta tensors and correct its result."""
         found = func(*args, **(kwargs or {}))
         plain = func._schema.is_mutable or func.is_view
         return found if plain else corrected(str(func.overloadpacket), self.device, found, args)
@@ -428,7 +428,7 @@ class PartsCorrected(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def is_composite(op: str) -> bool:
-    """Whether eager takes "aten.kl_div" apart into other operators, each with a layout of its own."""
+    """Whether eager decomposes "aten.kl_div" into other operators, each with a layout of its own."""
     overloads = overloads_named(op.split(".")[1]) if op.startswith("aten.") and not is_corrected(op) else ()
     return any(_is_taken_apart(o.name()) for o in overloads)  # type: ignore[no-untyped-call]
 
@@ -436,5 +436,5 @@ def is_composite(op: str) -> bool:
 def _is_taken_apart(name: str) -> bool:
     try:
         return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
-    except RuntimeError:  # an overload of TorchScript's
+    except RuntimeError:  # an overload of TorchScript
         return False

@@ -1,4 +1,4 @@
-"""Tensors made of numbers, and tensors of which a triangle or a diagonal is kept."""
+"""Tensors made of numbers, and triangles and diagonals of tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fuser.reasons import because
 
 
 def filled(ctx: LoweringContext, size: Sequence[Int], value: Operand) -> TensorBox:
-    """`value` everywhere, in the dtype and order that eager gives."""
+    """A tensor filled with `value`, in eager's dtype and memory order."""
     dtype = result_dtype(ctx)
     shape = [ctx.canon(as_expr(s)) for s in size]
     for s in shape:
@@ -30,25 +30,25 @@ def filled(ctx: LoweringContext, size: Sequence[Int], value: Operand) -> TensorB
 
 @lower("aten.full")
 def lower_full(ctx: LoweringContext, size: Ints, value: Operand, **options: Any) -> TensorBox:
-    """`value` everywhere."""
+    """A tensor filled with `value`."""
     return filled(ctx, size, value)
 
 
 @lower("aten.zeros", "aten.empty", "aten.ones")
 def lower_constants(ctx: LoweringContext, size: Ints, **options: Any) -> TensorBox:
-    """Zeros or ones; of no particular values where eager's are any."""
+    """Zeros or ones; zeros for `empty`, whose values are arbitrary in eager."""
     return filled(ctx, size, int(ctx.op == "aten.ones"))
 
 
 @lower("aten.empty_strided", "aten.empty_permuted")
 def lower_empty_strided(ctx: LoweringContext, size: Ints, stride: Any, **options: Any) -> TensorBox:
-    """Zeros, where eager's values are any."""
+    """Zeros; eager's values are arbitrary."""
     return filled(ctx, size, 0)
 
 
 @lower("aten.full_like")
 def lower_full_like(ctx: LoweringContext, x: TensorBox, value: Operand, **options: Any) -> TensorBox:
-    """`value` everywhere, in the size of `x`."""
+    """A tensor of the size of `x`, filled with `value`."""
     return filled(ctx, ctx.size_of(x), value)
 
 
@@ -60,7 +60,7 @@ def lower_like(ctx: LoweringContext, x: TensorBox, **options: Any) -> TensorBox:
 
 @lower("aten.new_full")
 def lower_new_full(ctx: LoweringContext, x: TensorBox, size: Ints, value: Operand, **options: Any) -> TensorBox:
-    """`value` everywhere."""
+    """A tensor filled with `value`."""
     return filled(ctx, size, value)
 
 
@@ -72,13 +72,13 @@ def lower_new(ctx: LoweringContext, x: TensorBox, size: Ints, **options: Any) ->
 
 @lower("aten.new_empty_strided")
 def lower_new_empty_strided(ctx: LoweringContext, x: TensorBox, size: Ints, stride: Any, **options: Any) -> TensorBox:
-    """Zeros, where eager's values are any."""
+    """Zeros; eager's values are arbitrary."""
     return filled(ctx, size, 0)
 
 
 @lower("aten.scalar_tensor")
 def lower_scalar_tensor(ctx: LoweringContext, value: Operand, **options: Any) -> TensorBox:
-    """A tensor of no dims."""
+    """A 0-dim tensor."""
     return filled(ctx, (), value)
 
 
@@ -92,7 +92,7 @@ def lower_arange(ctx: LoweringContext, *bounds: Any, **options: Any) -> TensorBo
         return _integer_range(ctx, as_expr(start), as_expr(end), ctx.specialise(as_expr(step)), dtype)
     if not all(isinstance(b, (int, float)) for b in (start, end, step)):
         raise Unsupported("arange between numbers that are not known when the graph is registered")
-    if not dtype.is_floating_point:  # eager cuts start and step off first, but counts with all of them
+    if not dtype.is_floating_point:  # eager truncates start and step, but not for the count
         return ctx.pointwise(
             tuple(as_expr(n) for n in ctx.meta.shape), dtype,
             lambda index: ops.index_expr(index[0] * int(step) + int(start), compute_dtype(dtype)),
@@ -108,7 +108,7 @@ def lower_arange(ctx: LoweringContext, *bounds: Any, **options: Any) -> TensorBo
 
 
 def _leave_decisions(ctx: LoweringContext, dtype: torch.dtype) -> None:
-    """Unsupported where the last bits of a range of floats decide: eager's depend on the vectors of the machine."""
+    """Unsupported if the last bits of a float range matter: in eager they depend on the machine's vectors."""
     if ctx.numerics == "eager" and dtype.is_floating_point:
         raise Unsupported("a range of floats whose last bits decide")
 
@@ -138,16 +138,16 @@ def lower_iota(
 
 
 def _bound(ctx: LoweringContext, value: Operand) -> Callable[[], Value]:
-    """An end of a range in float64: a number, or what a tensor of no dims holds."""
+    """An end of a range in float64: a number, or the element of a 0-dim tensor."""
     if isinstance(value, TensorBox) and value.size:
         raise Unsupported("linspace between tensors that are not 0-dim")
     load = ctx.loader(value, (), torch.float64)
-    whole = not result_dtype(ctx).is_floating_point  # eager cuts the ends off first
+    whole = not result_dtype(ctx).is_floating_point  # eager truncates the ends first
     return lambda: ops.trunc(load(())) if whole else load(())
 
 
 def _spaced(ctx: LoweringContext, start: Operand, end: Operand, steps: Int) -> tuple[Expr, Callable[[Index], Value]]:
-    """`steps` numbers from `start` to `end`, both included; counted from the nearer end, as eager does."""
+    """The count and the values from `start` to `end`, both included, computed from the nearer end as in eager."""
     n = ctx.specialise(as_expr(steps))
     first, last = _bound(ctx, start), _bound(ctx, end)
 
@@ -177,7 +177,7 @@ def lower_linspace(ctx: LoweringContext, start: Operand, end: Operand, steps: In
 def lower_logspace(
     ctx: LoweringContext, start: Operand, end: Operand, steps: Int, base: float = 10.0, **options: Any
 ) -> TensorBox:  # fmt: skip
-    """Powers of `base`, their exponents spaced evenly."""
+    """Powers of `base` with evenly spaced exponents."""
     if not result_dtype(ctx).is_floating_point:
         raise Unsupported("logspace of integers: powers are truncated, so the last bit decides")
     n, inner = _spaced(ctx, start, end, steps)
@@ -198,7 +198,7 @@ def lower_eye(ctx: LoweringContext, n: Int, m: Int | None = None, **options: Any
 # -- triangles and diagonals -------------------------------------------------------------------------------------------
 @lower("aten.tril", "aten.triu")
 def lower_triangle(ctx: LoweringContext, x: TensorBox, diagonal: Int = 0) -> TensorBox:
-    """The elements below or above a diagonal, which is kept too; zeros elsewhere."""
+    """The elements on and below, or on and above, a diagonal; zeros elsewhere."""
     size, compare = ctx.size_of(x), "le" if ctx.op == "aten.tril" else "ge"
     load, edge = ctx.loader(x, size, x.dtype), ctx.canon(as_expr(diagonal))
 

@@ -1,4 +1,4 @@
-"""Values whose last bits matter: those that are compared, searched, cast to integers or viewed as bits.
+"""Finds values whose last bits matter: those that are compared, searched, cast to integers or viewed as bits.
 
 With `numerics="fast"` a float16 or bfloat16 value that stays in a register is not rounded. A comparison of such a value
 could differ from eager's, and from that of another kernel, which recomputes the value or loads it from memory. So every
@@ -21,7 +21,7 @@ _BY_EXPONENT = frozenset({"aten.pow", "aten.float_power"})  # 0 ** y jumps at y 
 def deciding(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of a call whose last bits may decide between results that are far apart.
 
-    Whether a float becomes an integer in `type_as` and `copy` depends on the other argument, and is not known here.
+    In `type_as` and `copy` the other argument's dtype decides whether a float becomes an integer; it is not known here.
     """
     every = (*args, *kwargs.values())
     if op in DECISIVE:
@@ -35,13 +35,13 @@ def deciding(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[A
 
 
 def reads_elements(op: str) -> bool:
-    """Whether an operator reads its arguments' elements, rather than their sizes and dtypes alone."""
+    """Whether an operator reads its arguments' elements, and not only their sizes and dtypes."""
     name = op.split(".")[1] if op.startswith("aten.") else op
     return not (op.startswith("fuser.") or name.startswith("new_") or name.endswith("_like"))
 
 
 def rounded_nodes(graph: CanonicalGraph) -> frozenset[int]:
-    """The nodes whose results are rounded: those marked so, and all that a decision in the graph depends on."""
+    """The nodes whose results are rounded: those marked as rounded, and all that a decision in the graph depends on."""
     found = {node.index for node in graph.calls if node.rounded}
     for node in reversed(graph.calls):
         if node.index in found:

@@ -1,6 +1,7 @@
-"""What eager's kernels demand of their arguments that torch's shape functions do not: sizes and dtypes that fit.
+"""Requirements on sizes and dtypes that eager's kernels check, but torch's shape functions do not.
 
-A kernel would read behind the end of a weight that is too short. Unsupported, so that eager gives its error.
+A kernel would, for example, read behind the end of a weight that is too short. Unsupported, so that eager raises its
+error.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 def refused(why: str) -> Unsupported:
-    """The error of a call that eager refuses."""
+    """The error for a call that eager refuses."""
     return Unsupported(because("eager_raises", why))
 
 
 def has_size(ctx: LoweringContext, t: TensorBox | None, size: Sequence[Expr | int], what: str) -> None:
-    """Unsupported unless a tensor, if there is one, is of a size."""
+    """Unsupported unless a tensor is None or has the given size."""
     if t is None:
         return
     own = ctx.size_of(t)
@@ -39,7 +40,7 @@ def is_vector(index: object) -> None:
 
 
 def same_dtypes(*tensors: TensorBox | None) -> None:
-    """Unsupported unless all tensors that there are have one dtype."""
+    """Unsupported unless all tensors that are given have one dtype."""
     found = {t.dtype for t in tensors if t is not None}
     if len(found) > 1:
         raise refused(f"tensors of {' and '.join(sorted(map(str, found)))}, where one dtype is expected")

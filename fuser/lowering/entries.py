@@ -1,4 +1,4 @@
-"""The tables of lowerings, which each family of operators fills. `registry` imports all families; others ask there."""
+"""The tables of lowerings, filled by each family of operators. Read them through `registry`, which imports all."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from fuser.reasons import because
 Lowering = Callable[..., Any]
 _F = TypeVar("_F", bound=Lowering)
 LOWERINGS: dict[str, Lowering] = {}
-REFUSED: dict[str, str] = {}  # operators that are left to ATen on purpose, with the reason
-ELSEWHERE: dict[str, Callable[[], str | None]] = {}  # why operators may be refused where points run in no order
-ORDERED: dict[str, str] = {}  # the same where they run in order
+REFUSED: dict[str, str] = {}  # operators left to ATen on purpose, with the reason
+ELSEWHERE: dict[str, Callable[[], str | None]] = {}  # why an operator is refused on targets without an order of points
+ORDERED: dict[str, str] = {}  # why an operator is refused on targets that run points in order
 VIEWS: set[str] = set()  # operators whose result aliases their first argument
-# Operators whose result jumps: the last bits of a float argument decide it. With the arguments' numbers, or `EVERY`.
+# Operators whose result is discontinuous in a float argument, so that its last bits matter, with the numbers of these
+# arguments, or `EVERY`.
 DECISIVE: dict[str, tuple[int, ...]] = {}
 EVERY: tuple[int, ...] = ()
 
@@ -24,7 +25,7 @@ EVERY: tuple[int, ...] = ()
 def lower(*names: str, view: bool = False, decisive: tuple[int, ...] | None = None) -> Callable[[_F], _F]:
     """Register a function `(ctx, *args, **kwargs)` for operators such as "aten.add" (arguments as in the schema).
 
-    `view` and `decisive` enter them in `VIEWS` and `DECISIVE`.
+    `view` and `decisive` add the operators to `VIEWS` and `DECISIVE`.
     """
 
     def register(fn: _F) -> _F:
@@ -42,17 +43,17 @@ def lower(*names: str, view: bool = False, decisive: tuple[int, ...] | None = No
 
 
 def refuse(reason: str, *names: str) -> None:
-    """Leave operators to ATen, with the reason that users will read."""
+    """Leave operators to ATen, with the reason that users read."""
     REFUSED.update(dict.fromkeys(names, reason))
 
 
 def ask_elsewhere(reason: Callable[[], str | None], *names: str) -> None:
-    """Leave operators to ATen where points run in no order (`Target.ordered`) and `reason()` gives one."""
+    """Leave operators to ATen on targets that run points in no order (`Target.ordered`), if `reason()` is not None."""
     ELSEWHERE.update(dict.fromkeys(names, reason))
 
 
 def refuse_in_order(reason: str, *names: str) -> None:
-    """Leave operators to ATen where points run in order (`Target.ordered`)."""
+    """Leave operators to ATen on targets that run points in order (`Target.ordered`)."""
     ORDERED.update(dict.fromkeys(names, reason))
 
 
@@ -65,7 +66,7 @@ def find(name: str) -> Lowering | None:
 
 
 def supports(name: str, device_type: str | None = None) -> str | None:
-    """None if the operator can be lowered for a device, else why not. Without a device: for some device."""
+    """Why an operator cannot be lowered for a device, or, without `device_type`, for any; None if it can."""
     packet = name.rsplit(".", 1)[0] if name.count(".") == 2 else name
     if find(name) is None:
         return REFUSED.get(packet, because("no_lowering", f"no lowering for {packet}"))

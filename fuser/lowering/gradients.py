@@ -1,4 +1,4 @@
-"""Backward operators of norms and losses. Those of activations stand beside their functions."""
+"""Backward operators of norms and losses. Those of activations are in `activations`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Gradients = tuple[TensorBox | None, ...]
 
 
 def sum_over(ctx: LoweringContext, like: TensorBox, dims: Sequence[int], value: Loader, result: int) -> TensorBox:
-    """The node's result `result`: `value` summed over `dims` of `like`'s size, of which there may be none."""
+    """The node's result `result`: `value` summed over `dims` of the size of `like`; unsummed if there are none."""
     if not dims:
         return ctx.pointwise(ctx.size_of(like), ctx.meta[result].dtype, value, ctx.order_of_meta(result))
     return reduce_to_result(ctx, "sum", like, dims, False, lambda _, i: value(i), result=result)
@@ -69,7 +69,7 @@ def _over_last(
     ctx: LoweringContext, grad: TensorBox, x: TensorBox, shape: Sequence[Any], mean: TensorBox | None, rstd: TensorBox,
     weight: TensorBox | None, mask: Sequence[bool],
 ) -> Gradients:  # fmt: skip
-    ctx.broadcast_sizes([ctx.size_of(t) for t in (x, grad, mean, rstd, weight) if t is not None])  # who equals whom
+    ctx.broadcast_sizes([ctx.size_of(t) for t in (x, grad, mean, rstd, weight) if t is not None])  # learn equal sizes
     size, wide = ctx.size_of(x), compute_dtype(x.dtype)
     outer, last = list(range(len(size) - len(shape))), list(range(len(size) - len(shape), len(size)))
     g, load, load_rstd = (ctx.loader(t, size, wide) for t in (grad, x, rstd))
@@ -91,7 +91,7 @@ def lower_layer_norm_backward(
     ctx: LoweringContext, grad: TensorBox, x: TensorBox, shape: Sequence[Any], mean: TensorBox, rstd: TensorBox,
     weight: TensorBox | None, bias: TensorBox | None, mask: Sequence[bool],
 ) -> Gradients:  # fmt: skip
-    """Gradients of input, weight and bias; None where not asked for."""
+    """Gradients of input, weight and bias; None where not requested."""
     mask = (mask[0], mask[1] and weight is not None, mask[2] and bias is not None)
     return _over_last(ctx, grad, x, shape, mean, rstd, weight, mask)
 
@@ -101,7 +101,7 @@ def lower_rms_norm_backward(
     ctx: LoweringContext, grad: TensorBox, x: TensorBox, shape: Sequence[Any], rstd: TensorBox,
     weight: TensorBox | None, mask: Sequence[bool],
 ) -> Gradients:  # fmt: skip
-    """Gradients of input and weight; None where not asked for."""
+    """Gradients of input and weight; None where not requested."""
     return _over_last(ctx, grad, x, shape, None, rstd, weight, mask)
 
 
@@ -112,7 +112,7 @@ def lower_batch_norm_backward(
     running_var: TensorBox | None, saved_mean: TensorBox | None, saved_rstd: TensorBox | None, train: bool,
     eps: Operand, mask: Sequence[bool],
 ) -> Gradients:  # fmt: skip
-    """Gradients of input, weight and bias, by the batch's statistics in training, else by the running ones."""
+    """Gradients of input, weight and bias, with the batch's statistics in training, else with the running ones."""
     size, wide = ctx.size_of(x), compute_dtype(x.dtype)
     dims = [d for d in range(len(size)) if d != 1]
     mean, rstd = (saved_mean, saved_rstd) if train else (running_mean, None)
@@ -124,8 +124,9 @@ def lower_batch_norm_backward(
     g, load = ctx.loader(grad, size, wide), ctx.loader(x, size, wide)
     unit = normalised(load, load_mean, load_rstd)
     factor = times(load_rstd, over_channels(ctx, weight, size[1], wide))
-    # A sum of g * weight is the sum of g by weight: two sums give all gradients. Their errors are the same in every
-    # element of a channel, and add up in the gradient of a bias before: in float64, as in eager's kernel on the CPU.
+    # The sum of g * weight is the sum of g times the weight, so two sums give all gradients. Their errors are equal in
+    # each element of a channel, and add up in the gradient of an earlier bias: so they are in float64, as in eager's
+    # CPU kernel.
     summed = torch.float64 if x.dtype is torch.float32 and ctx.target.wide_sums else wide
     sums = [channel_sums(ctx, x, dims, widened(value, summed), summed) for value in (g, times(g, unit))]
     loads = [ctx.loader(t, size[1:2], wide) for t in sums]
@@ -151,7 +152,7 @@ def lower_group_norm_backward(
     ctx: LoweringContext, grad: TensorBox, x: TensorBox, mean: TensorBox, rstd: TensorBox, weight: TensorBox | None,
     n: Any, c: Any, hw: Any, groups: int, mask: Sequence[bool],
 ) -> Gradients:  # fmt: skip
-    """Gradients of input, weight and bias: sums for each channel of each sample, and all else from those."""
+    """Gradients of input, weight and bias, from two sums for each channel of each sample."""
     size, wide = ctx.size_of(x), compute_dtype(x.dtype)
     each = ctx.specialise(size[1]) // groups
     rest = list(range(2, len(size)))
@@ -195,7 +196,7 @@ def widened(value: Loader, dtype: torch.dtype) -> Loader:
 def channel_sums(
     ctx: LoweringContext, x: TensorBox, dims: Sequence[int], value: Loader, wide: torch.dtype
 ) -> TensorBox:
-    """`value` summed over the dims behind the channels: one number for each channel of each sample."""
+    """`value` summed over `dims`; over all dims after the channels, one number per channel of each sample."""
     if not dims:
         return ctx.pointwise(ctx.size_of(x), wide, value)
     return reduce(ctx, "sum", x, dims, False, wide, lambda _, i: value(i))
@@ -205,7 +206,7 @@ def _group_mean(
     ctx: LoweringContext, sums: TensorBox, weight: Loader | None, groups: int, each: int, rest: Sequence[Expr],
     wide: torch.dtype,
 ) -> Loader:  # fmt: skip
-    """A loader by (sample, group) of the mean over a group of weight * (its channels' sums)."""
+    """A loader by (sample, group) of the mean over a group of weight * (sum of its channel)."""
     samples = ctx.size_of(sums)[0]
     shape = (samples, ctx.canon(groups), ctx.canon(each))
     grouped = sums.viewed(shape, lambda i: (i[0], i[1] * each + i[2]))
@@ -245,7 +246,7 @@ def lower_mse_loss_backward(
 def lower_smooth_l1_loss_backward(
     ctx: LoweringContext, grad: TensorBox, x: TensorBox, y: TensorBox, reduction: int, limit: Operand
 ) -> TensorBox:
-    """The difference inside the limits, the limit outside; over the limit for smooth_l1."""
+    """The difference within the limits, else the limit; divided by the limit for smooth_l1."""
     huber = ctx.op == "aten.huber_loss_backward"
 
     def body(a: Value, b: Value, k: Value) -> Value:
@@ -275,7 +276,7 @@ def lower_binary_cross_entropy_backward(
     ctx: LoweringContext, grad: TensorBox, x: TensorBox, y: TensorBox, weight: TensorBox | None = None,
     reduction: int = MEAN,
 ) -> TensorBox:  # fmt: skip
-    """grad * (x - y) / (x * (1 - x)), the divisor at least 1e-12"""
+    """grad * (x - y) / (x * (1 - x)), with the divisor at least 1e-12"""
 
     def body(a: Value, b: Value, *w: Value) -> Value:
         area = ops.mul(ops.sub(ops.constant(1, a.dtype), a), a)
@@ -289,7 +290,7 @@ def lower_binary_cross_entropy_backward(
 def lower_prelu_backward(
     ctx: LoweringContext, grad: TensorBox, x: TensorBox, weight: TensorBox
 ) -> tuple[TensorBox, TensorBox]:
-    """grad, times the weight where x is not positive; and x * grad there"""
+    """grad, times the weight where x is not positive; and the weight's gradient, x * grad there and 0 elsewhere"""
     size = ctx.broadcast_sizes([ctx.size_of(t) for t in (grad, x, weight)])
     dtype = ctx.meta[0].dtype
     g, v, w = (ctx.loader(t, size, compute_dtype(dtype)) for t in (grad, x, weight))

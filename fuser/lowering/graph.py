@@ -1,7 +1,7 @@
-"""A canonical graph and example inputs → buffers with loops, and the pattern of inputs that the result is good for.
+"""Lowers a canonical graph for example inputs to buffers with loops, and records the class of inputs that they serve.
 
-Eager's own shape functions run beside the lowering, on meta tensors made like the examples: they give each result's
-dtype and strides, and eager's errors. The symbolic sizes come from the lowerings; the two must agree.
+Eager's shape functions run beside the lowering, on meta tensors like the examples. They give each result's dtype and
+strides, and eager's errors. The symbolic sizes come from the lowerings; the two must agree.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fuser.reasons import because
 
 @dataclass
 class Lowered:
-    """What a lowering gives the scheduler."""
+    """The result of lowering: the context with its buffers, the inputs, and where each output is stored."""
 
     ctx: LoweringContext
     inputs: list[TensorInput | NumberInput]
@@ -55,10 +55,10 @@ def lower_graph(
 ) -> Lowered:
     """Lower `graph` for inputs like `examples` (tensors, fake tensors or numbers). Raises Unsupported.
 
-    `device_type` says for which device, where the examples are meta tensors.
+    `device_type` names the device if the examples are meta tensors.
     """
     state = begin(graph, examples, numerics, device_type)
-    with torch._C.DisableTorchFunction():  # the default device makes no constant of ours
+    with torch._C.DisableTorchFunction():  # torch's default device must not affect constants made here
         for node in graph.calls:
             state.add(node, *lower_node(state, node))
     state.ctx.numerics = "eager" if _rounds(graph, state.rounded, state.metas) else numerics
@@ -72,7 +72,7 @@ def lower_graph(
 
 @dataclass
 class State:
-    """A graph being lowered: the values of the nodes so far, and beside each its meta tensor, number or tuple."""
+    """A graph during lowering: the values of the nodes so far, and for each its meta tensor, number or tuple."""
 
     graph: CanonicalGraph
     ctx: LoweringContext
@@ -87,7 +87,7 @@ class State:
     numerics: str
 
     def add(self, node: CanonicalNode, value: Any, meta: Any) -> None:
-        """Take the value of the next node."""
+        """Append the value and meta of the next node."""
         _claim(self.ctx, value, self.read[node.index])
         self.values.append(value)
         self.metas.append(meta)
@@ -100,9 +100,9 @@ def begin(
     device_type: str | None = None,
     refused: Callable[[Any], tuple[Any, Any]] | None = None,
 ) -> State:
-    """The state in which only the inputs have values. `refused(example)` is value and meta of one that is not fused.
+    """The state in which only the inputs have values. `refused(example)` is value and meta of an unsupported input.
 
-    Raises Unsupported for such an input where there is no `refused`; LoweringError for another number of inputs.
+    Raises Unsupported for such an input if there is no `refused`; LoweringError for a wrong number of inputs.
     """
     if len(examples) != graph.n_inputs:
         raise LoweringError(f"please report this: a graph of {graph.n_inputs} inputs is lowered for {len(examples)}")
@@ -128,7 +128,7 @@ def begin(
 
 
 def lower_node(state: State, node: CanonicalNode) -> tuple[Any, Any]:
-    """The next node's value and meta. Raises Unsupported."""
+    """The value and meta of the next node. Raises Unsupported."""
     ctx = state.ctx
     ctx.n_readers, ctx.is_scanned = state.readers[node.index], node.index in state.scanned
     ctx.is_normed = node.index in state.normed
@@ -137,7 +137,7 @@ def lower_node(state: State, node: CanonicalNode) -> tuple[Any, Any]:
 
 
 def _rounds(graph: CanonicalGraph, rounded: Collection[int], metas: list[Any]) -> bool:
-    """Whether floats are computed whose last bits matter: no contraction and no approximation may change them."""
+    """Whether some rounded node computes floats: then neither contraction nor approximation may change them."""
     made = (metas[n.index] for n in graph.calls if n.index in rounded and reads_elements(n.op))
     return any(isinstance(m, torch.Tensor) and m.is_floating_point() for v in made for m in leaves(v))
 
@@ -193,7 +193,7 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
 def _why_it_failed(
     lowering: Callable[..., Any], op: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> FuserError:
-    """Unsupported for arguments that a lowering is not made for, else a defect of the lowering."""
+    """Unsupported if the lowering does not support the arguments, else LoweringError for a defect of the lowering."""
     try:
         inspect.signature(lowering).bind(*args, **kwargs)
     except TypeError as e:
@@ -206,12 +206,12 @@ def _why_it_failed(
 
 
 def _names_a_number(error: Exception) -> bool:
-    """Whether an error says that a number of the call was taken for a constant."""
+    """Whether an error message shows that a symbolic number was used as a constant."""
     return any(f"'{kind.__name__}'" in str(error) for kind in (Expr, Scalar, Number))
 
 
 def _apart(value: Any, meta: Any, given: set[int]) -> Any:
-    """What eager copies keeps the content that an input had: a later write does not reach storage of its own."""
+    """The value, in a StorageBox of its own if eager returns a copy of an input: later writes must not reach it."""
     if isinstance(value, (tuple, list)) and isinstance(meta, (tuple, list)):
         return [_apart(v, m, given) for v, m in zip(value, meta)]
     if isinstance(value, TensorBox) and value.storage.buffer.input_number >= 0 and _memory(meta) not in given:
@@ -220,7 +220,7 @@ def _apart(value: Any, meta: Any, given: set[int]) -> Any:
 
 
 def _check_home(ctx: LoweringContext, op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Unsupported where eager makes a tensor on torch's default device and the group is on another one."""
+    """Unsupported if eager makes a tensor on torch's default device, while the group is on another device."""
     if ctx.target.device_type == targets.HOST or kwargs.get("device") is not None:
         return
     if not any(isinstance(a, torch.Tensor) for a in leaves((args, kwargs))):
@@ -231,7 +231,7 @@ def _check_home(ctx: LoweringContext, op: str, args: Sequence[Any], kwargs: dict
 
 
 def _on_meta(ctx: LoweringContext, value: Any) -> Any:
-    """Arguments with devices replaced by "meta". A kernel runs on one device."""
+    """The arguments with devices replaced by "meta". Unsupported for a device other than the group's."""
     if isinstance(value, torch.device):
         if value.type != ctx.target.device_type:
             raise Unsupported(
@@ -246,7 +246,7 @@ def _on_meta(ctx: LoweringContext, value: Any) -> Any:
 def run_meta(
     op: str, args: Sequence[Any], kwargs: dict[str, Any], fused: bool = True, device: str = targets.HOST
 ) -> Any:  # fmt: skip
-    """Eager's shape function: the operator on meta tensors. Unsupported with eager's message if it raises.
+    """Eager's shape function: the operator on meta tensors. Unsupported, with eager's message, if it raises.
 
     `fused`: all dtypes are those of kernels. `device`: the type of the device whose kernels eager calls.
     """
@@ -273,7 +273,7 @@ def run_meta(
             because("data_size", "its result's size depends on data") if by_data else "it has no shape function", op
         ) from None
     except Exception as e:
-        if not plain and is_corrected(op):  # the shape function views what eager's kernel copies
+        if not plain and is_corrected(op):  # the shape function makes a view where eager's kernel copies
             args, kwargs = map_leaves(row_major, (args, kwargs))
             return run_meta(op, args, kwargs, fused, device)
         raise Unsupported(
@@ -282,7 +282,7 @@ def run_meta(
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What is in a value of tuples, lists and dicts."""
+    """The leaves of nested tuples, lists and dicts."""
     if isinstance(value, (tuple, list)):
         for v in value:
             yield from leaves(v)
@@ -293,14 +293,14 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:
-    """The same tuples, lists and dicts of `fn` of what is in them."""
+    """The same nested tuples, lists and dicts, with `fn` applied to each leaf."""
     if isinstance(value, (tuple, list)):
         return type(value)(map_leaves(fn, v) for v in value)
     return {k: map_leaves(fn, v) for k, v in value.items()} if isinstance(value, dict) else fn(value)
 
 
 def _agree(ctx: LoweringContext, node: CanonicalNode, value: Any, meta: Any) -> None:
-    """The lowering's sizes and dtype must be eager's: anything else is a defect, and is not run."""
+    """Unsupported unless the lowering's sizes and dtype are eager's; a difference is a defect."""
     if isinstance(value, TensorBox):
         mine = tuple(ctx.hint(s) for s in value.size)
         if mine != tuple(meta.shape) or value.dtype != meta.dtype:
@@ -311,9 +311,9 @@ def _agree(ctx: LoweringContext, node: CanonicalNode, value: Any, meta: Any) -> 
 
 
 def place_outputs(state: State, refused: dict[int, str] | None = None) -> list[tuple[str, Any]]:
-    """Where each result lies. A view becomes a copy where nobody can tell: eager's shares memory with nothing seen.
+    """Where each output is stored. A view may be a copy only if eager's result aliases nothing visible to the caller.
 
-    Raises Unsupported, or with `refused` notes there which nodes cannot be results, and why.
+    Raises Unsupported. With `refused`, records there instead which nodes cannot be outputs, and why.
     """
     ctx, graph, values, metas = state.ctx, state.graph, state.values, state.metas
     if not graph.functional and _hangs_on_layout(graph, values, metas):
@@ -324,7 +324,7 @@ def place_outputs(state: State, refused: dict[int, str] | None = None) -> list[t
     memories = Counter(_memory(m) for m in {id(m): m for m in metas}.values() if isinstance(m, torch.Tensor))
     placed = _Placed(state, dict(inputs), dict(ctx.writes), plain, memories)
     out: list[tuple[str, Any]] = []
-    placed_at: dict[int, tuple[str, Any]] = {}  # one tensor that is returned twice is no two copies
+    placed_at: dict[int, tuple[str, Any]] = {}  # a tensor that is returned twice is one tensor
     for o in graph.outputs:
         try:
             found = placed_at.get(o.index) if isinstance(o, Ref) else None
@@ -342,10 +342,10 @@ def place_outputs(state: State, refused: dict[int, str] | None = None) -> list[t
 
 @dataclass
 class _Placed:
-    """Results placed so far: by memory who holds it. `memories` counts the values that share each.
+    """The outputs placed so far. `seen`: the value that has each memory; `memories`: how many values share it.
 
-    `given` are buffers that are results, with eager's memory and their sizes: results that are apart in eager, or of
-    another shape, have their own buffers.
+    `given`: the buffers that are outputs, with eager's memory and the size. Outputs that are separate in eager, or of
+    another shape, need buffers of their own.
     """
 
     state: State
@@ -357,7 +357,7 @@ class _Placed:
 
 
 def _place(placed: _Placed, o: Any) -> tuple[str, Any]:
-    """Where one result lies. Raises Unsupported."""
+    """Where one output is stored. Raises Unsupported."""
     ctx, graph, metas = placed.state.ctx, placed.state.graph, placed.state.metas
     value = placed.state.values[o.index] if isinstance(o, Ref) else o
     if not isinstance(value, TensorBox):
@@ -393,7 +393,7 @@ def _place(placed: _Placed, o: Any) -> tuple[str, Any]:
 
 
 def _keep_units(ctx: LoweringContext, name: str, value: TensorBox, meta: torch.Tensor) -> None:
-    """Have a result in the buffer `name` eager's strides in dims of one element: libraries tell layouts by them."""
+    """Give an output in buffer `name` eager's strides in dims of one element: libraries recognise layouts by them."""
     order = memory_order(meta.shape, meta.stride())
     if order is None or 1 not in meta.shape or not meta.numel() or is_row_major(meta):
         return
@@ -405,14 +405,14 @@ def _keep_units(ctx: LoweringContext, name: str, value: TensorBox, meta: torch.T
 
 
 def _has_layout(ctx: LoweringContext, buffer: Buffer, meta: torch.Tensor) -> bool:
-    """Whether a buffer has eager's strides, where any dense tensor can have them."""
+    """Whether a buffer has eager's strides; True if these are not dense, which no buffer can have."""
     order = memory_order(meta.shape, meta.stride())
     mine = [ctx.hint(s) for s in buffer.stride]
     return order is None or all(n <= 1 or a == b for n, a, b in zip(meta.shape, mine, meta.stride()))
 
 
 def _is_reshaped(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor) -> bool:
-    """Whether a view is its buffer, row-major, in another shape, and eager's result is row-major."""
+    """Whether a view is its whole row-major buffer in another shape, and eager's result is row-major."""
     buffer, view = value.storage.buffer, value.view
     if view is None or not meta.is_contiguous() or buffer.order not in (None, tuple(range(len(buffer.size)))):
         return False
@@ -427,9 +427,9 @@ def _is_reshaped(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor) -> 
 
 
 def _keep_choice(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor) -> None:
-    """Guards, so that an operator which gives its argument itself does so in every call.
+    """Specialise dims of 0 or 1 elements, so that an operator that returns its argument does so in every call.
 
-    `x.contiguous(memory_format=...)` does where dims of 0 or 1 elements make an order as good as another.
+    With such dims several orders are equal, and `x.contiguous(memory_format=...)` may return `x`.
     """
     for e, n in zip(ctx.size_of(value), meta.shape):
         if n <= 1:
@@ -437,9 +437,9 @@ def _keep_choice(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor) -> 
 
 
 def _hangs_on_layout(graph: CanonicalGraph, values: list[Any], metas: list[Any]) -> bool:
-    """Whether eager gives a copy of memory that the caller sees, but would give a view for other sizes or strides.
+    """Whether eager copies memory that the caller sees, but would return a view for other sizes or strides.
 
-    `x.flatten()` and `x.contiguous()` copy only where they must.
+    `x.flatten()` and `x.contiguous()` copy only if needed.
     """
     calls = {node.index: node for node in graph.calls}
     roots: Counter[int] = Counter()
@@ -455,7 +455,7 @@ def _hangs_on_layout(graph: CanonicalGraph, values: list[Any], metas: list[Any])
 
 
 def _viewed(node: CanonicalNode | None, values: list[Any], metas: list[Any]) -> int | None:
-    """The value that a node reads in another form, or may give itself, by eager's choice; None for all other nodes."""
+    """The value of which a node may be a view, or which it may return, by eager's choice; None for other nodes."""
     if node is None or not node.args or not isinstance(node.args[0], Ref) or node.op.endswith("_copy"):
         return None
     source = node.args[0].index
@@ -467,13 +467,13 @@ def _viewed(node: CanonicalNode | None, values: list[Any], metas: list[Any]) -> 
     return source if {id(b.storage.buffer) for b in own} & {id(b.storage.buffer) for b in other} else None
 
 
-# They share memory only where they have nothing to do.
+# These return their argument if there is nothing to do.
 COPIES_IF_NEEDED = frozenset({"aten.contiguous", "aten.to", *AUTOCASTS})
 
 
 @functools.cache
 def may_share(op: str) -> bool:
-    """Whether an operator's schema says that a result may be its first argument's memory; `repeat` always copies."""
+    """Whether a result may share its first argument's memory, by the operator's schema; `repeat` always copies."""
     overloads = overloads_named(op.removeprefix("aten.")) if op.startswith("aten.") else ()
     returns = (r for o in overloads for r in o._schema.returns)
     return not overloads or any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
@@ -488,7 +488,7 @@ def _memories(meta: Any) -> set[int]:
 
 
 def _is_row_major(graph: CanonicalGraph, metas: list[Any]) -> bool:
-    """Whether every result is dense and row-major whatever the sizes: so are the inputs, and nothing is a view."""
+    """Whether every result is row-major for all sizes: the inputs are contiguous, and no value is a view."""
     tensors = [m for m in metas if isinstance(m, torch.Tensor)]
     shared = len(set(map(_memory, tensors))) < len(tensors)
     given = [v for n in graph.calls for v in (*n.args, *(v for _, v in n.kwargs))]
@@ -499,10 +499,10 @@ def _is_row_major(graph: CanonicalGraph, metas: list[Any]) -> bool:
 
 
 def _keep_dense(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor, plain: bool, viewed: bool) -> None:
-    """Unsupported if eager's result does not fill its memory; guards, so that it does in every call.
+    """Unsupported if eager's output is not dense. Adds guards, so that it is dense in every call.
 
-    `viewed`: eager's result is a view, though of all elements in the example. Strides along dims of 0 or 1 elements say
-    nothing about calls with more: unless all are `plain`, such sizes are made constants.
+    `viewed`: eager's output is a view, of all elements in the example. Strides of dims of 0 or 1 elements say nothing
+    about calls with larger dims: unless all results are `plain`, such sizes become constants.
     """
     if meta.numel() and memory_order(meta.shape, meta.stride()) is None:
         raise Unsupported(
@@ -518,7 +518,7 @@ def _keep_dense(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor, plai
 
 
 def _memory(meta: torch.Tensor) -> int:
-    """What tells memory apart in eager: views of one tensor have it in common."""
+    """An identifier of a tensor's storage in eager; views of one tensor share it."""
     return int(meta.untyped_storage()._cdata)
 
 

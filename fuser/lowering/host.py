@@ -1,8 +1,8 @@
 """What a graph computes in Python beside its tensors: sizes, numbers made from them, dtypes and devices.
 
 Integers stay expressions over sizes. Comparisons are decided by the example, and guarded. Floats made from sizes
-(`x.shape[-1] ** -0.5`) become `Number`s, whose rows are computed in each kernel that uses them. What has no such form
-is evaluated for the sizes of the example, which become part of the kernel.
+(`x.shape[-1] ** -0.5`) become `Number`s, whose rows are computed in each kernel that uses them. Other computations are
+evaluated for the sizes of the example, which become constants of the kernel.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _divided(ctx: LoweringContext, op: str, a: Expr, b: Expr) -> Expr:
 
 
 def _compared(ctx: LoweringContext, op: str, a: Expr, b: Expr) -> bool:
-    """What the comparison is in the example; a fact or a guard makes it so in every call."""
+    """The result of the comparison in the example; a fact or a guard ensures it in every call."""
     if op in ("host.gt", "host.ge"):
         a, b, op = b, a, "host.lt" if op == "host.gt" else "host.le"
     if op in ("host.eq", "host.ne"):
@@ -96,7 +96,7 @@ _COMPARISONS = frozenset(f"host.{n}" for n in ("eq", "ne", "lt", "le", "gt", "ge
 
 
 def _integer(ctx: LoweringContext, op: str, args: Sequence[Expr]) -> Any:
-    """The result of an operation on integers, or None if it has no form of its own."""
+    """The result of an operation on integers; None if it has no symbolic form."""
     if op in _ALIKE:
         return _ALIKE[op](*args)
     if op in ("host.floordiv", "host.mod"):
@@ -120,7 +120,7 @@ _FLOAT_OPS = {
     "sqrt": "sqrt", "log": "log", "log2": "log2", "log10": "log10", "sin": "sin", "cos": "cos",
     "tan": "tan", "tanh": "tanh",
 }  # fmt: skip
-# The arguments that must be positive, lest Python raise.
+# The arguments that must be positive, since Python may raise otherwise.
 _RISKY = {"truediv": slice(1, 2), **dict.fromkeys("pow sqrt log log2 log10".split(), slice(0, 1))}
 _KEEP_POSITIVE = frozenset("add mul truediv pow abs sqrt".split())
 
@@ -136,7 +136,7 @@ def _as_value(ctx: LoweringContext, x: Any) -> Value:
 
 
 def _is_positive(ctx: LoweringContext, x: Any) -> bool:
-    """Whether `x > 0` in every call; for a size that is so in the example it becomes a guard."""
+    """Whether `x > 0` in every call. For a size that is positive in the example, this becomes a guard."""
     if isinstance(x, Expr):
         if ctx.hint(x) > 0:
             ctx.assume("lt", 0, x)
@@ -147,7 +147,7 @@ def _is_positive(ctx: LoweringContext, x: Any) -> bool:
 
 
 def _float(ctx: LoweringContext, op: str, args: Sequence[Any]) -> Number | None:
-    """The float that an operation gives, or None if it may raise or has no form of its own."""
+    """The float result of an operation; None if it may raise or has no symbolic form."""
     name = op.removeprefix("host.")
     if name == "float":
         (x,) = args
@@ -187,7 +187,7 @@ def is_host(op: str) -> bool:
 
 
 def evaluate(ctx: LoweringContext, op: str, args: Sequence[Any], metas: Sequence[Any]) -> tuple[Any, Any]:
-    """The value of a host node, symbolic where it can be, and its value in the example."""
+    """The value of a host node, symbolic if possible, and its value in the example."""
     ctx.arg_metas = tuple(metas)
     if op in _FACTS:
         of_box, of_meta = _FACTS[op]
@@ -222,7 +222,7 @@ def _arithmetic(ctx: LoweringContext, op: str, args: Sequence[Any], meta: Any) -
 
 
 def _constant(ctx: LoweringContext, value: Any) -> Any:
-    """`value` with its sizes made part of the kernel. Unsupported if it depends on a float input."""
+    """`value` with its sizes specialised. Unsupported if it depends on a float input."""
     if isinstance(value, slice):
         return slice(*(_constant(ctx, v) for v in (value.start, value.stop, value.step)))
     if isinstance(value, Expr):

@@ -1,4 +1,4 @@
-"""Reading at places that tensors hold. A place out of range is reported, and eager's own error follows."""
+"""Gathers. An index out of range is reported by the kernel; eager then runs and raises its own error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def place(value: Value, size: Expr, wraps: bool = True, checked: bool = True) ->
 
 
 def index_tensor(index: Any, dtypes: Sequence[torch.dtype] = (torch.int64, torch.int32)) -> TensorBox:
-    """`index`, if it is a tensor of places. Masks are not: how much they select depends on data."""
+    """`index`, if it is a tensor of indices. Unsupported for a mask, whose number of elements depends on data."""
     if not isinstance(index, TensorBox):
         raise Unsupported(f"an index of type {type(index).__name__}")
     if index.dtype in (torch.bool, torch.uint8):
@@ -42,9 +42,9 @@ def index_tensor(index: Any, dtypes: Sequence[torch.dtype] = (torch.int64, torch
 
 
 def looked_at(ctx: LoweringContext, x: TensorBox, value: Value, size: Expr, at: Expr) -> Value:
-    """`value`, read at `at` of a dim of `size` of `x`. Where no address depends on the index, its check still must.
+    """`value`, read at index `at` of a dim of `size` of `x`, made to depend on `at` so that its bounds check is kept.
 
-    One does in an input without strides of 0; what is computed may be computed in place, from anything.
+    The address depends on `at` in an input without strides of 0. A computed tensor may be inlined, as any expression.
     """
     buffer = x.storage.buffer
     if buffer.input_number >= 0 and ctx.hint(size) > 1 and all(ctx.hint(s) > 0 for s in buffer.stride):
@@ -58,7 +58,7 @@ def selected(
 ) -> TensorBox:  # fmt: skip
     """A tensor of `size`: `x` at the index at(index) with place_at(index) in `dim`."""
     along = ctx.size_of(x)[dim]
-    ctx.assume("lt", 0, along)  # eager refuses any index into a dim of 0
+    ctx.assume("lt", 0, along)  # eager refuses any index into an empty dim
     load = ctx.loader(x, ctx.size_of(x), x.dtype)
 
     def inner(index: Index) -> Value:
@@ -86,7 +86,7 @@ def lower_embedding(
 
 @lower("aten.index_select")
 def lower_index_select(ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox) -> TensorBox:
-    """Places `index` of `dim`, in that order."""
+    """The elements at `index` along `dim`, in that order."""
     own = ctx.size_of(x)
     scalar = not own
     if scalar:
@@ -107,7 +107,7 @@ def lower_index_select(ctx: LoweringContext, x: TensorBox, dim: int, index: Tens
 
 
 def _of_nothing(ctx: LoweringContext, index: Any, dtype: torch.dtype) -> TensorBox | None:
-    """The result for an index without elements, whatever its dtype is and whatever it would be read from."""
+    """The result for an index without elements, for any dtype of the index and any source; None for other indices."""
     if not isinstance(index, TensorBox):
         return None
     empty = next((s for s in ctx.size_of(index) if ctx.hint(s) == 0), None)
@@ -121,7 +121,7 @@ def _of_nothing(ctx: LoweringContext, index: Any, dtype: torch.dtype) -> TensorB
 def lower_gather(
     ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, sparse_grad: Any = False
 ) -> TensorBox:  # fmt: skip
-    """`x` at each place of `index`, with index[place] in `dim`."""
+    """`x` at each index of `index`, with index[i] along `dim`."""
     nothing = _of_nothing(ctx, index, x.dtype)
     return nothing if nothing is not None else _gathered(ctx, x, wrap_dim(dim, len(x.size)), index_tensor(index))
 
@@ -144,7 +144,7 @@ def _gathered(ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox) ->
 
 @lower("aten.take")
 def lower_take(ctx: LoweringContext, x: TensorBox, index: TensorBox) -> TensorBox:
-    """The elements of `x` with these numbers, in row-major order."""
+    """The elements of `x` at these positions in row-major order."""
     nothing = _of_nothing(ctx, index, x.dtype)
     if nothing is not None:
         return nothing
@@ -159,9 +159,9 @@ def lower_take(ctx: LoweringContext, x: TensorBox, index: TensorBox) -> TensorBo
 def lower_take_along_dim(
     ctx: LoweringContext, x: TensorBox, index: TensorBox, dim: int | None = None
 ) -> TensorBox:  # fmt: skip
-    """`gather` after both are expanded to a common size outside of `dim`; all elements in a row if it is None.
+    """`gather`, after both are expanded to a common size outside of `dim`; over all elements if `dim` is None.
 
-    Along a dim, eager takes places modulo its size.
+    Along a dim, eager takes indices modulo its size.
     """
     if dim is None:
         x, index = reshape_box(ctx, x, [ctx.numel(x)]), reshape_box(ctx, index_tensor(index), [ctx.numel(index)])
@@ -183,7 +183,7 @@ def lower_take_along_dim(
 
 # -- x[i, :, j, …] -----------------------------------------------------------------------------------------------------
 class Indexed:
-    """How `x[indices]` reads `x`: the size of the result, and the index into `x` of each of its elements."""
+    """How `x[indices]` reads `x`: the result's size, and the index into `x` of each of its elements."""
 
     def __init__(self, ctx: LoweringContext, x: TensorBox, indices: Sequence[Any], clamps: bool = False) -> None:
         own = ctx.size_of(x)
@@ -195,7 +195,7 @@ class Indexed:
         self.common = ctx.broadcast_sizes([ctx.size_of(t) for t in tensors])
         self.loads = [ctx.loader(t, self.common, torch.int64) for t in tensors]
         for d in self.dims:
-            ctx.assume("lt", 0, own[d])  # eager refuses any index into a dim of 0
+            ctx.assume("lt", 0, own[d])  # eager refuses any index into an empty dim
         adjacent = self.dims == list(range(self.dims[0], self.dims[-1] + 1))
         self.first = self.dims[0] if adjacent else 0
         self.rest = [d for d in range(len(own)) if d not in self.dims]
@@ -215,7 +215,7 @@ class Indexed:
 
 
     def _along(self, value: Value, size: Expr) -> Expr:
-        if self.clamps:  # what is out of range is read at the edge
+        if self.clamps:  # clamp an index that is out of range
             last = ops.index_expr(size - 1)
             value = ops.maximum(ops.minimum(value, last), ops.index_expr(-size))
         return place(value, size, checked=not self.clamps)
@@ -223,7 +223,7 @@ class Indexed:
 
 @lower("aten.index", "aten._unsafe_index")
 def lower_index(ctx: LoweringContext, x: TensorBox, indices: Sequence[Any]) -> TensorBox:
-    """x[indices], where None stands for a whole dim and tensors are taken together."""
+    """x[indices], where None selects a whole dim and index tensors are broadcast together."""
     how = Indexed(ctx, x, indices)
     load = ctx.loader(x, ctx.size_of(x), x.dtype)
 
@@ -244,7 +244,7 @@ def lower_index(ctx: LoweringContext, x: TensorBox, indices: Sequence[Any]) -> T
 def lower_masked_index(
     ctx: LoweringContext, x: TensorBox, mask: TensorBox, indices: Sequence[Any], fill: Operand
 ) -> TensorBox:
-    """x[indices], which are clamped, where mask, else `fill`."""
+    """x[indices], with clamped indices, where `mask` holds, else `fill`."""
     how = Indexed(ctx, x, indices, clamps=True)
     size = ctx.broadcast_sizes([how.size, ctx.size_of(mask)])
     load, holds = ctx.loader(x, ctx.size_of(x), x.dtype), ctx.loader(mask, size, torch.bool)
@@ -262,7 +262,7 @@ def lower_masked_index(
 
 @lower("aten.one_hot")
 def lower_one_hot(ctx: LoweringContext, x: TensorBox, num_classes: int | Expr = -1) -> TensorBox:
-    """1 at the place that the element names, along a new last dim, else 0."""
+    """1 at each element's class along a new last dim, else 0."""
     classes = ctx.canon(num_classes)
     if ctx.hint(classes) < 0:
         raise Unsupported(because("data_size", "a one_hot without a number of classes: its size depends on data"))
@@ -274,7 +274,7 @@ def lower_one_hot(ctx: LoweringContext, x: TensorBox, num_classes: int | Expr = 
         hot = place(load(index[:-1]), classes, wraps=False)
         return ops.to_dtype(ops.eq(ops.index_expr(index[-1]), ops.index_expr(hot)), torch.int64)
 
-    return ctx.pointwise((*size, classes), result_dtype(ctx), inner)  # eager scatters into what is row-major
+    return ctx.pointwise((*size, classes), result_dtype(ctx), inner)  # eager scatters into a row-major tensor
 
 
 __all__ = ["Indexed", "index_tensor", "looked_at", "place", "selected"]

@@ -1,6 +1,6 @@
-"""Inputs of a lowering: what a kernel relies on of each, and which sizes and strides are symbols.
+"""Inputs of a lowering: what a kernel assumes of each, and which sizes and strides are symbols.
 
-Sizes are symbols. Strides are those of dense memory where an example's are, else symbols whose order is relied on.
+Sizes are symbols. Strides are those of dense memory if the example's are, else symbols with an assumed order.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fuser.reasons import because
 
 @dataclass(frozen=True)
 class TensorInput:
-    """A tensor input: its dtype, device type, sizes and strides as expressions; whether 16 divides its address.
+    """A tensor input: dtype, device type, sizes and strides as expressions. `aligned`: 16 divides its address.
 
-    `checked` are the strides by which a call's tensor is judged, where those of dims of one element count, too.
+    `checked`: the strides that a call's tensor is checked for, if those of dims of one element matter, too.
     """
 
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class TensorInput:
 
 @dataclass(frozen=True)
 class NumberInput:
-    """An int ("int", "bool"; a size symbol) or float ("float"; a scalar by name) input."""
+    """An int input (kind "int" or "bool"; a size symbol) or a float input ("float"; a scalar by name)."""
 
     kind: str
     name: str
@@ -78,9 +78,9 @@ def _tensor_input(ctx: LoweringContext, number: int, t: torch.Tensor) -> tuple[T
 
 
 def _assume_order(ctx: LoweringContext, strides: Sequence[Expr], example: Sequence[int]) -> None:
-    """Rely on the order of the dims in memory: results lie in the same order, as eager's do.
+    """Assume the order of the dims in memory: results have the same order, as in eager.
 
-    Strides of 0 say nothing of the order, so those that are larger in the example stay larger.
+    Strides of 0 do not determine an order, so a stride that is larger in the example is assumed to be larger.
     """
     order = sorted(range(len(example)), key=lambda d: example[d])
     first = next((d for d in order if example[d]), None)
@@ -93,6 +93,6 @@ def _assume_order(ctx: LoweringContext, strides: Sequence[Expr], example: Sequen
 def _stride(ctx: LoweringContext, number: int, d: int, symbol: Expr, size: int, stride: int) -> Expr:
     if size > 1 and stride in (0, 1):
         if stride == 0:
-            ctx.assume("lt", 0, symbol)  # what is read once for the whole dim has to be there
+            ctx.assume("lt", 0, symbol)  # an element read for the whole dim has to exist
         return expr(stride)
     return ctx.new_symbol(f"x{number}_s{d}", stride, STRIDE)

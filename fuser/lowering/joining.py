@@ -1,7 +1,7 @@
-"""Results put together from pieces along a dim: joins, pads, rolls; and those that repeat or turn a tensor round.
+"""Tensors joined from pieces along a dim: joins, pads, rolls; also repeats, flips and rotations.
 
-Where something in the graph reads the result, the pieces are chosen element by element and nothing is stored;
-else each piece is a loop of its own that fills its part of the result.
+If a node of the graph reads the result, the pieces are selected element by element and nothing is stored. Otherwise
+each piece is a loop of its own that fills its part of the result.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from fuser.lowering.views import (
 from fuser.reasons import because
 
 Load = Callable[[Index], Value]
-MOST_CHOICES = 4  # pieces between which a reader may choose
-MOST_SIZES = 64  # tensors of other sizes have kernels of their own, each of which costs the compiler 0.1 s
+MOST_CHOICES = 4  # pieces among which a reader may select
+MOST_SIZES = 64  # different sizes of pieces: each has a kernel of its own, which takes 0.1 s to compile
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`size` places of one dim. `load` gives the element at an index counted within the piece."""
+    """`size` elements along one dim. `load` gives the element at an index counted within the piece."""
 
     size: Expr
     load: Load
 
 
 def at_dim(load: Load, dim: int, place: Callable[[Expr], Expr]) -> Load:
-    """`load` with place(i) in place of index i of `dim`."""
+    """`load` with place(i) instead of index i along `dim`."""
     return lambda index: load((*index[:dim], place(index[dim]), *index[dim + 1 :]))
 
 
 def chosen(pieces: Sequence[Piece], dim: int) -> Load:
-    """The pieces one after another, as one loader: an element is read from its own piece only."""
+    """A loader of the pieces in sequence: an element is read only from its own piece."""
     ends = [ZERO]
     for p in pieces:
         ends.append(ends[-1] + p.size)
@@ -80,13 +80,13 @@ def chosen(pieces: Sequence[Piece], dim: int) -> Load:
 def joined(
     ctx: LoweringContext, pieces: Sequence[Piece], dim: int, rest: Sequence[Expr], dtype: torch.dtype
 ) -> TensorBox:  # fmt: skip
-    """The pieces one after another along `dim` of a tensor with the sizes `rest` in the other dims."""
+    """The pieces in sequence along `dim` of a tensor with the sizes `rest` in the other dims."""
     pieces = [p for p in pieces if ctx.canon(p.size) != ZERO] or list(pieces[:1])
     together = _are_components(ctx, pieces, dim == len(rest) - 1 > 0)
     sizes = [(*rest[:dim], ctx.canon(p.size), *rest[dim + 1 :]) for p in pieces]
     total = ctx.canon(sum((p.size for p in pieces), ZERO))
     size = (*rest[:dim], total, *rest[dim + 1 :])
-    # To choose between pieces, point by point, takes longer than a scan that reads from memory.
+    # Selecting among pieces at each point takes longer than a scan that reads from memory.
     apart = ctx.is_scanned and ctx.target.scans_alone
     if ctx.is_normed and ctx.target.joins_stored:
         apart |= math.prod(map(ctx.hint, size)) >= ctx.target.joins_stored
@@ -103,9 +103,9 @@ def joined(
 
 
 def _are_components(ctx: LoweringContext, pieces: Sequence[Piece], last: bool) -> bool:
-    """Whether the pieces together are so few elements that one turn of a loop computes all; fixes their sizes then.
+    """Whether one iteration can compute all elements of the pieces together; if so, their sizes become constants.
 
-    Pieces of one element each (`stack`) are not meant: each is stored by a loop of its own, side by side.
+    Pieces of one element each (`stack`) are excluded: each is stored by a loop of its own.
     """
     found = [ctx.hint(p.size) for p in pieces]
     if not last or sum(found) > ctx.target.components or max(found) < 2 or len(pieces) < 2:
@@ -122,7 +122,7 @@ def _shifted(dim: int, start: Expr) -> Callable[[Index], Index]:
 # -- joins -------------------------------------------------------------------------------------------------------------
 @lower("aten.cat", "aten.concat", "aten.concatenate")
 def lower_cat(ctx: LoweringContext, tensors: Sequence[TensorBox], dim: int = 0) -> TensorBox:
-    """One after another along `dim`. Empty tensors of one dim are left out, as eager does."""
+    """The tensors in sequence along `dim`. Empty 1-d tensors are left out, as in eager."""
     dtype = result_dtype(ctx)
     parts = [t for t in tensors if not _is_nothing(ctx, t)] or list(tensors[:1])
     d = wrap_dim(dim, len(parts[0].size))
@@ -143,15 +143,14 @@ def lower_cat(ctx: LoweringContext, tensors: Sequence[TensorBox], dim: int = 0) 
 
 
 def _keep_order(ctx: LoweringContext, sizes: Sequence[Expr]) -> None:
-    """Serve no other tensors with nothing or one element in a dim of `sizes`: what eager makes of these may be
-    row-major where this result is not."""
+    """Exclude tensors with 0 or 1 elements in a dim of `sizes`: eager's result for them may be row-major."""
     if ctx.order_of_meta() is not None:
         for size in sizes:
             ctx.assume("le", min(ctx.hint(size), 2), size)
 
 
 def _is_nothing(ctx: LoweringContext, t: TensorBox) -> bool:
-    """Whether a tensor is of one dim and empty; then that is part of the kernel."""
+    """Whether a tensor is 1-d and empty; the answer becomes a fact or guard."""
     size = ctx.size_of(t)
     if len(size) != 1:
         return False
@@ -163,7 +162,7 @@ def _is_nothing(ctx: LoweringContext, t: TensorBox) -> bool:
 
 @lower("aten.stack")
 def lower_stack(ctx: LoweringContext, tensors: Sequence[TensorBox], dim: int = 0) -> TensorBox:
-    """One after another along a new dim."""
+    """The tensors in sequence along a new dim."""
     d = wrap_dim(dim, len(tensors[0].size) + 1)
     return lower_cat(ctx, [unsqueeze_box(ctx, t, d) for t in tensors], d)
 
@@ -178,7 +177,7 @@ def _at_least(ctx: LoweringContext, t: TensorBox, rank: int) -> TensorBox:
 
 @lower("aten.hstack", "aten.vstack", "aten.dstack", "aten.row_stack")
 def lower_stacks(ctx: LoweringContext, tensors: Sequence[TensorBox]) -> TensorBox:
-    """Joined along dim 1 (0 for tensors of one dim), 0 or 2, with so many dims."""
+    """Joins along dim 1 (0 for 1-d tensors), 0 or 2, after the tensors are given enough dims."""
     rank = {"aten.hstack": 1, "aten.dstack": 3}.get(ctx.op, 2)
     parts = [_at_least(ctx, t, rank) for t in tensors]
     dim = {"aten.hstack": int(len(parts[0].size) > 1), "aten.dstack": 2}.get(ctx.op, 0)
@@ -187,7 +186,7 @@ def lower_stacks(ctx: LoweringContext, tensors: Sequence[TensorBox]) -> TensorBo
 
 @lower("aten.column_stack")
 def lower_column_stack(ctx: LoweringContext, tensors: Sequence[TensorBox]) -> TensorBox:
-    """Tensors of at most one dim as columns, joined with the others along dim 1."""
+    """Tensors of at most one dim become columns, and are joined with the others along dim 1."""
     columns = [reshape_box(ctx, t, [ctx.numel(t), ONE]) if len(t.size) <= 1 else t for t in tensors]
     return lower_cat(ctx, columns, 1)
 
@@ -208,13 +207,13 @@ def lower_block_diag(ctx: LoweringContext, tensors: Sequence[TensorBox]) -> Tens
 
 
 def ops_zero(dtype: torch.dtype) -> Callable[[], Value]:
-    """What records a zero of `dtype`."""
+    """A function that records a zero of `dtype`."""
     return lambda: ops.constant(0, dtype)
 
 
 # -- pads --------------------------------------------------------------------------------------------------------------
 def _padded(load: Load, dims: Sequence[tuple[int, Expr, Expr]], fill: Callable[[], Value]) -> Load:
-    """`load` shifted by `before` along each (dim, before, size), and `fill` where that is outside of `size`."""
+    """`load` shifted by `before` along each (dim, before, size); `fill` outside of `size`."""
 
     def padded(index: Index) -> Value:
         inside: Value | None = None
@@ -232,7 +231,7 @@ def _padded(load: Load, dims: Sequence[tuple[int, Expr, Expr]], fill: Callable[[
 
 
 def _pad_pairs(ctx: LoweringContext, pad: Ints, rank: int) -> list[tuple[int, Expr, Expr]]:
-    """(dim, before, after) for each dim that a list of pads, last dim first, names."""
+    """(dim, before, after) for each dim in a list of pads, which starts with the last dim."""
     return [
         (rank - 1 - k, ctx.canon(as_expr(pad[2 * k])), ctx.canon(as_expr(pad[2 * k + 1]))) for k in range(len(pad) // 2)
     ]
@@ -240,13 +239,13 @@ def _pad_pairs(ctx: LoweringContext, pad: Ints, rank: int) -> list[tuple[int, Ex
 
 @lower("aten.constant_pad_nd")
 def lower_constant_pad(ctx: LoweringContext, x: TensorBox, pad: Ints, value: Operand = 0) -> TensorBox:
-    """`value` around the tensor; a negative pad takes away."""
+    """`value` around the tensor; a negative pad removes elements."""
     dtype = result_dtype(ctx)
     own = list(ctx.size_of(x))
     out, dims = list(own), []
     for d, before, after in _pad_pairs(ctx, pad, len(own)):
         out[d] = ctx.canon(own[d] + before + after)
-        for least in (own[d] + before, own[d] + after, out[d]):  # eager narrows by one side, then by the other
+        for least in (own[d] + before, own[d] + after, out[d]):  # eager narrows first on one side, then on the other
             ctx.assume("le", 0, least)
         if before != ZERO or after != ZERO:
             dims.append((d, before, own[d]))
@@ -257,7 +256,7 @@ def lower_constant_pad(ctx: LoweringContext, x: TensorBox, pad: Ints, value: Ope
 
 
 def _gone(ctx: LoweringContext, mode: str, size: Expr, before: Expr, after: Expr) -> tuple[Expr, Expr]:
-    """How many elements pads of these signs take away at both ends; assumes what the mode asks of them."""
+    """The number of elements that negative pads remove at both ends; adds guards for signs and the mode's limits."""
     gone = [ZERO, ZERO]
     for side, pad in enumerate((before, after)):
         if ctx.hint(pad) < 0:
@@ -274,7 +273,7 @@ def _gone(ctx: LoweringContext, mode: str, size: Expr, before: Expr, after: Expr
 
 
 def _edges(ctx: LoweringContext, mode: str, load: Load, dim: int, size: Expr, before: Expr, after: Expr) -> list[Piece]:
-    """The tensor along `dim` between its continuation to both sides, or without its ends where a pad is negative."""
+    """The pieces of a padded dim: the tensor between its continuations, or without ends for negative pads."""
     gone = _gone(ctx, mode, size, before, after)
     whole = Piece(ctx.canon(size - gone[0] - gone[1]), at_dim(load, dim, gone[0].__add__))
     places: dict[str, tuple[Callable[[Expr], Expr], Callable[[Expr], Expr]]] = {
@@ -291,7 +290,7 @@ def _edges(ctx: LoweringContext, mode: str, load: Load, dim: int, size: Expr, be
 
 
 def _continued(mode: str, before: Expr, size: Expr) -> Callable[[Expr], Expr]:
-    """The place in a dim of `size` that is read for an index of the padded one."""
+    """A function from an index of the padded dim to the index in the dim of `size`."""
 
     def place(index: Expr) -> Expr:
         at = index - before
@@ -306,10 +305,10 @@ def _continued(mode: str, before: Expr, size: Expr) -> Callable[[Expr], Expr]:
 
 
 def _pad_edges(ctx: LoweringContext, x: TensorBox, pad: Ints, mode: str) -> TensorBox:
-    """By pieces along the dim of neighbours in memory, where loops need them; in others the place is computed."""
+    """Pad by pieces along the innermost dim in memory, so that loops stay contiguous; else by index arithmetic."""
     dtype = x.dtype
     out = list(ctx.size_of(x))
-    for s in out[-len(pad) // 2 - 1 :]:  # only a batch may be empty
+    for s in out[-len(pad) // 2 - 1 :]:  # only a batch dim may be empty
         ctx.assume("lt", 0, s)
     load: Load = ctx.loader(x, out, dtype)
     order = ctx.order_of_meta()
@@ -340,13 +339,13 @@ def lower_reflection_pad(ctx: LoweringContext, x: TensorBox, pad: Ints) -> Tenso
 
 @lower("aten.replication_pad1d", "aten.replication_pad2d", "aten.replication_pad3d")
 def lower_replication_pad(ctx: LoweringContext, x: TensorBox, pad: Ints) -> TensorBox:
-    """The elements at the edges repeated."""
+    """The elements at the edges, repeated."""
     return _pad_edges(ctx, x, pad, "replicate")
 
 
 @lower("aten._pad_circular")
 def lower_circular_pad(ctx: LoweringContext, x: TensorBox, pad: Ints) -> TensorBox:
-    """The tensor continued by itself."""
+    """The tensor continued periodically."""
     return _pad_edges(ctx, x, pad, "circular")
 
 
@@ -361,10 +360,10 @@ def lower_pad(
     return _pad_edges(ctx, x, pad, mode)
 
 
-# -- the same elements in other places ---------------------------------------------------------------------------------
+# -- permuted and repeated elements ------------------------------------------------------------------------------------
 @lower("aten.flip", "aten.fliplr", "aten.flipud")
 def lower_flip(ctx: LoweringContext, x: TensorBox, dims: Sequence[int] | None = None) -> TensorBox:
-    """`dims` turned round."""
+    """The tensor reversed along `dims`."""
     size = ctx.size_of(x)
     for d in dims if dims is not None else {"aten.fliplr": (1,), "aten.flipud": (0,)}[ctx.op]:
         if size:
@@ -379,7 +378,7 @@ def _turned(ctx: LoweringContext, x: TensorBox, dim: int) -> TensorBox:
 
 @lower("aten.rot90")
 def lower_rot90(ctx: LoweringContext, x: TensorBox, k: int = 1, dims: Sequence[int] = (0, 1)) -> TensorBox:
-    """Turned by `k` quarters in the plane of two dims."""
+    """Rotated by `k` quarter turns in the plane of two dims."""
     a, b = (wrap_dim(d, len(x.size)) for d in dims)
     k = ctx.specialise(k) % 4
     if k == 2:
@@ -391,7 +390,7 @@ def lower_rot90(ctx: LoweringContext, x: TensorBox, k: int = 1, dims: Sequence[i
 
 @lower("aten.roll")
 def lower_roll(ctx: LoweringContext, x: TensorBox, shifts: Ints, dims: Sequence[int] = ()) -> TensorBox:
-    """Moved round by `shifts` along `dims`, or along the one dim of all elements."""
+    """Rotated by `shifts` along `dims`, or over all elements in order if there are none."""
     own = ctx.size_of(x)
     if not dims:
         flat = reshape_box(ctx, x, [product(own)])
@@ -400,7 +399,7 @@ def lower_roll(ctx: LoweringContext, x: TensorBox, shifts: Ints, dims: Sequence[
 
 
 def _roll(ctx: LoweringContext, x: TensorBox, shifts: Ints, dims: Sequence[int]) -> TensorBox:
-    """As pads, by pieces along the dim of neighbours in memory alone."""
+    """Roll along the innermost dim in memory by pieces, and along other dims by index arithmetic, as pads do."""
     size = ctx.size_of(x)
     load: Load = ctx.loader(x, size, x.dtype)
     order = ctx.order_of_meta()
@@ -411,7 +410,7 @@ def _roll(ctx: LoweringContext, x: TensorBox, shifts: Ints, dims: Sequence[int])
         if d != innermost:
             load = at_dim(load, d, _turned_by(start, size[d]))
             continue
-        if pieces:  # the dim is named a second time
+        if pieces:  # the dim occurs a second time
             load = chosen(pieces, d)
         pieces = [Piece(size[d] - start, at_dim(load, d, start.__add__)), Piece(start, load)]
         pieces = [p for p in (Piece(ctx.canon(p.size), p.load) for p in pieces) if p.size != ZERO] or pieces[:1]
@@ -431,7 +430,7 @@ def _turned_by(start: Expr, size: Expr) -> Callable[[Expr], Expr]:
 
 
 def _first_after_roll(ctx: LoweringContext, shift: Expr, size: Expr) -> Expr:
-    """The place that comes first: -shift modulo size. Which of the usual cases it is becomes a guard."""
+    """The source index of the first element: -shift modulo size. A guard fixes which of the usual cases applies."""
     s, n = ctx.hint(shift), ctx.hint(size)
     if 0 < s <= n:
         ctx.assume("lt", 0, shift)
@@ -446,7 +445,7 @@ def _first_after_roll(ctx: LoweringContext, shift: Expr, size: Expr) -> Expr:
 
 @lower("aten.repeat", "aten.tile")
 def lower_repeat(ctx: LoweringContext, x: TensorBox, repeats: Ints) -> TensorBox:
-    """The tensor next to itself, repeats[d] times along dim d."""
+    """The tensor repeated repeats[d] times along dim d."""
     size = ctx.size_of(x)
     times = [ctx.canon(as_expr(r)) for r in repeats]
     times = [ONE] * (len(size) - len(times)) + times
@@ -465,7 +464,7 @@ def lower_repeat(ctx: LoweringContext, x: TensorBox, repeats: Ints) -> TensorBox
 def lower_repeat_interleave(
     ctx: LoweringContext, x: TensorBox, repeats: Any, dim: int | None = None, output_size: Any = None
 ) -> TensorBox:  # fmt: skip
-    """Each place of `dim` (of all elements, if None) `repeats` times."""
+    """Each element along `dim` (of the flattened tensor, if None) `repeats` times."""
     if isinstance(repeats, TensorBox) or not isinstance(repeats, (int, Expr)):
         raise Unsupported("repeat_interleave with its repeats in a tensor")
     times = ctx.canon(repeats)
@@ -478,7 +477,7 @@ def lower_repeat_interleave(
 
 @lower("aten.pixel_shuffle", "aten.pixel_unshuffle")
 def lower_pixel_shuffle(ctx: LoweringContext, x: TensorBox, factor: int) -> TensorBox:
-    """Channels to squares of pixels of side `factor`, or back."""
+    """Channels rearranged to squares of pixels of side `factor`, or back."""
     *lead, c, h, w = ctx.size_of(x)
     n, f = len(lead), expr(factor)
     if ctx.op == "aten.pixel_shuffle":
@@ -504,7 +503,7 @@ def lower_channel_shuffle(ctx: LoweringContext, x: TensorBox, groups: int) -> Te
 
 # -- a part of a tensor replaced ---------------------------------------------------------------------------------------
 def _has_places(ctx: LoweringContext) -> None:
-    """Unsupported where elements share memory: they do in eager's copy too, where a write then shows in all of them."""
+    """Unsupported if elements share memory: they do so in eager's copy, too, where a write shows in all of them."""
     if copies_overlap(ctx.arg_metas[0]):
         raise Unsupported(because("not_traced", "it replaces a part of a tensor whose elements overlap in memory"))
 

@@ -1,7 +1,7 @@
-"""Results of common operators as meta tensors, where the arguments are plain; for anything else torch is asked.
+"""Meta results of common operators for plain arguments; for anything else torch's shape functions run.
 
-torch's own shape functions of these are in Python and import sympy at their first call, 0.35 s: more than all the rest
-of a first kernel. A rule here answers only what it is sure of, and gives None for every error and every rare case.
+torch's own shape functions of these are in Python and import sympy at their first call, which takes 0.35 s: more than
+the rest of a first kernel. A rule here answers only certain cases, and returns None for errors and rare cases.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _DTYPES = _FLOATS | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int
 
 
 def known_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The operator's result as a meta tensor; None where only torch knows."""
+    """The operator's result as a meta tensor; None if torch has to be asked."""
     rule = _RULES.get(op)
     if rule is None:
         return elementwise_meta(op, args, kwargs)
     try:
         return rule(*args, **kwargs)
-    except TypeError:  # a spelling with other parameters
+    except TypeError:  # an overload with other parameters
         return None
 
 
@@ -34,7 +34,7 @@ def _new(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _is_dense(*tensors: Any) -> bool:
-    """Whether all are contiguous tensors with elements, and lie in no other order as well."""
+    """Whether all are contiguous tensors with elements, whose strides match no other memory format."""
     return all(
         isinstance(t, torch.Tensor) and t.numel() and (is_row_major(t) or t.dim() < 4 and t.is_contiguous())
         for t in tensors
@@ -42,7 +42,7 @@ def _is_dense(*tensors: Any) -> bool:
 
 
 def _dims(dims: Any, rank: int) -> set[int] | None:
-    """The dims counted from the front, all for none; None if one is out of range or twice."""
+    """The dims counted from the front, all of them if none are given; None if one is out of range or occurs twice."""
     if dims is None or dims == () or dims == []:
         return set(range(rank))
     given = [dims] if isinstance(dims, int) else list(dims)
@@ -53,7 +53,7 @@ def _dims(dims: Any, rank: int) -> set[int] | None:
 
 
 def _reduced(x: Any, dims: Any, keepdim: Any, dtype: torch.dtype) -> torch.Tensor | None:
-    """Reductions give contiguous results whatever their input's strides."""
+    """A contiguous result, as reductions give for any strides of their input."""
     if x.dtype not in _DTYPES or not x.numel() or type(keepdim) is not bool:
         return None
     found = _dims(dims, x.dim())
@@ -82,7 +82,7 @@ def _spread(
 
 
 def _truth(x: torch.Tensor, dim: Any = None, keepdim: bool = False) -> torch.Tensor | None:
-    none = x.dtype is torch.uint8 or dim in ((), [])  # of no dims at all these reduce none
+    none = x.dtype is torch.uint8 or dim in ((), [])  # for an empty list of dims these reduce nothing
     return None if none else _reduced(x, dim, keepdim, torch.bool)
 
 
@@ -162,7 +162,7 @@ def _to_reduced(
 
 
 _REDUCED = (torch.float16, torch.bfloat16)
-# Autocast's casts, as TorchScript writes them: the result depends on a device, and a meta tensor does not have one.
+# Autocast's casts in TorchScript: the result depends on a device, which a meta tensor does not have.
 AUTOCASTS: dict[str, Callable[..., torch.Tensor]] = {
     "aten._autocast_to_full_precision": _to_full, "aten._autocast_to_reduced_precision": _to_reduced,
 }  # fmt: skip

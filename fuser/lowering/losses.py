@@ -19,12 +19,12 @@ from fuser.lowering.pointwise import elementwise, ensured, result_dtype
 from fuser.lowering.reductions import expanded, number_of, reduce, reduce_to_result
 from fuser.reasons import because
 
-NONE, MEAN, SUM = 0, 1, 2  # how torch spells a loss's reduction
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for a loss's reduction
 Body = Callable[..., Value]
 
 
 def loss(ctx: LoweringContext, operands: Sequence[Operand], body: Body, reduction: int) -> TensorBox:
-    """`body` of the broadcast operands: each value, their mean or their sum."""
+    """`body` of the broadcast operands: its values, their mean or their sum."""
     if reduction == NONE:
         return elementwise(ctx, operands, body)
     wide = compute_dtype(result_dtype(ctx))
@@ -107,7 +107,7 @@ def lower_soft_margin_loss(ctx: LoweringContext, x: TensorBox, y: TensorBox, red
 def lower_kl_div(
     ctx: LoweringContext, x: TensorBox, y: TensorBox, reduction: int = MEAN, log_target: bool = False
 ) -> TensorBox:
-    """y * (log(y) - x), or exp(y) * (y - x)"""
+    """y * (log(y) - x), or exp(y) * (y - x) for a target in logarithms"""
     if log_target:
         return loss(ctx, [x, y], lambda a, b: ops.mul(ops.exp(b), ops.sub(b, a)), reduction)
     return loss(ctx, [x, y], lambda a, b: ops.sub(ops.xlogy(b, b), ops.mul(b, a)), reduction)
@@ -117,7 +117,7 @@ def lower_kl_div(
 def lower_binary_cross_entropy(
     ctx: LoweringContext, x: TensorBox, y: TensorBox, weight: TensorBox | None = None, reduction: int = MEAN
 ) -> TensorBox:
-    """-(y * log(x) + (1 - y) * log(1 - x)), logarithms no less than -100; eager raises for x outside [0, 1]"""
+    """-(y * log(x) + (1 - y) * log(1 - x)), with logarithms of at least -100; eager raises for x outside [0, 1]"""
     for t in (y, weight):
         demands.has_size(ctx, t, ctx.size_of(x), "a target or weight")
     demands.same_dtypes(x, y, weight)
@@ -198,7 +198,7 @@ def lower_hinge_embedding_loss(
 
 # -- by class index ----------------------------------------------------------------------------------------------------
 class ClassLoss:
-    """-w[t] * log_probability(t) for each sample, t its class; 0 where t is ignored.
+    """-w[t] * log_probability(t) for each sample, where t is its class; 0 if t is ignored.
 
     `x` has its classes along dim 1 (dim 0 if it has no other), `target` one class for each other index.
     """
@@ -211,7 +211,7 @@ class ClassLoss:
         self.x_size = ctx.size_of(x)
         self.dim = min(1, len(self.x_size) - 1)
         self.classes = self.x_size[self.dim]
-        ctx.assume("lt", 0, self.classes)  # a class is looked up under a mask: of none there would be no address
+        ctx.assume("lt", 0, self.classes)  # a class is gathered under a mask: without classes there is no address
         self.size = tuple(s for d, s in enumerate(self.x_size) if d != self.dim)
         demands.has_size(ctx, target, self.size, "a target")
         demands.same_dtypes(x, weight)
@@ -223,19 +223,19 @@ class ClassLoss:
         self.ignore = ignore
 
     def full(self, index: Index, at: Expr) -> Index:
-        """A sample's index with the class `at` put in."""
+        """The index into `x` of a sample's class `at`."""
         return (*index[: self.dim], at, *index[self.dim :])
 
     def valid(self, index: Index) -> Value:
-        """Whether the sample counts."""
+        """Whether the sample's class is not ignored."""
         return ops.ne(self.load_target(index), ops.constant(self.ignore, torch.int64))
 
     def at_class(self, index: Index, value: Callable[[Expr], Value]) -> Value:
-        """`value(class)` of the sample's class, 0 if it is ignored."""
+        """`value(class)` of the sample's class; 0 if it is ignored."""
         valid, target = self.valid(index), self.load_target(index)
 
         def picked() -> Value:
-            # A negative class is an error and does not count from the end.
+            # A negative class is an error: it does not count from the end.
             inside = ops.where(ops.lt(target, 0), ops.index_expr(self.classes), target)
             return value(ops.indirect(inside, self.classes))
 
@@ -266,10 +266,10 @@ def reduced(
     meta = ctx.meta if result is None else ctx.meta[result]
     if reduction == NONE:
         return ctx.pointwise(core.size, meta.dtype, per_sample, ctx.order_of_meta(result))
-    # The losses get a buffer of their own: they end the kernel that reads the classes.
+    # The losses get a buffer of their own, which ends the kernel that reads the classes.
     losses = ctx.pointwise(core.size, core.wide, per_sample)
     load = ctx.loader(losses, core.size, core.wide)
-    # Asking for the classes again lets both sums share a kernel.
+    # Reading the classes again lets both sums share a kernel.
     parts = [core.total(lambda i: ops.where(core.valid(i), load(i), ops.constant(0.0, core.wide)))]
     if reduction == MEAN:
         parts.append(core.total(core.weight))
@@ -301,7 +301,7 @@ def lower_nll_loss(
 def lower_nll_loss_forward(
     ctx: LoweringContext, x: TensorBox, target: TensorBox, weight: TensorBox | None, reduction: int, ignore_index: int
 ) -> tuple[TensorBox, TensorBox]:
-    """The same, and the sum of weights (0 if nothing is reduced)."""
+    """`lower_nll_loss` with the sum of weights as second result (0 if nothing is reduced)."""
     out, core = nll_loss(ctx, x, target, weight, reduction, ignore_index, 0)
     dtype = ctx.meta[1].dtype
     if reduction == NONE:
@@ -337,7 +337,7 @@ def lower_cross_entropy_loss(
     ctx: LoweringContext, x: TensorBox, target: TensorBox, weight: TensorBox | None = None, reduction: int = MEAN,
     ignore_index: int = -100, label_smoothing: float = 0.0,
 ) -> TensorBox:  # fmt: skip
-    """Negative log likelihood of log_softmax(x), which is not made: the logits are read for max and sum alone."""
+    """Negative log likelihood of log_softmax(x), which is not stored: reductions read the logits for max and sum."""
     smoothing = float(label_smoothing)
     dtype = result_dtype(ctx)
     parts = LogSoftmax(ctx, x, min(1, len(ctx.size_of(x)) - 1), dtype)
@@ -371,13 +371,13 @@ class LogSoftmax:
         self.load_total = ctx.loader(total, size, self.wide)
 
     def at(self, index: Index) -> Value:
-        """The log probability at `index`; the statistics of its row do not depend on the class."""
+        """The log probability at `index`, with the statistics of its row."""
         row = tuple(ZERO if d == self.dim else e for d, e in enumerate(index))
         out = ops.sub(ops.sub(self.load(index), self.load_largest(row)), ops.log(self.load_total(row)))
         return ops.round_to(out, self.dtype) if self.ctx.numerics == "eager" else out
 
     def total_over_classes(self, weight: TensorBox | None, factor: TensorBox | None = None) -> TensorBox:
-        """Each row's sum of log probabilities, times the classes' weights and `factor` if given."""
+        """Each row's sum of log probabilities, times the weights of classes if given."""
         load_weight = None if weight is None else self.ctx.loader(weight, self.ctx.size_of(weight), self.wide)
 
         def value(_: Value, i: Index) -> Value:

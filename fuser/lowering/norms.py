@@ -1,4 +1,4 @@
-"""Softmax and normalisation: pointwise functions of an element and of statistics of its row."""
+"""Softmax and normalisation: pointwise functions of an element and the statistics of its row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Order = tuple[int, ...] | None
 
 
 def rereads(op: str, args: Sequence[Any]) -> bool:
-    """Whether a call is a norm that reads whole images for its statistics, and then again."""
+    """Whether a call is a norm that reads whole images for its statistics, and then again for its result."""
     return op in _OF_IMAGES or (op in _OF_BATCHES and any(a is True for a in args))
 
 
@@ -50,7 +50,7 @@ def softmax(ctx: LoweringContext, x: TensorBox, dim: int, dtype: torch.dtype, lo
         shifted = ops.sub(load(i), load_largest(i))
         if log:
             return ops.sub(shifted, ops.log(load_total(i)))
-        # The reciprocal is taken once for a row; its rounding is small beside that of exp.
+        # The reciprocal is computed once per row; its rounding error is small beside that of exp.
         out = ops.mul(ops.exp_down(shifted), ops.div(ops.constant(1.0, wide), load_total(i)))
         if ctx.op == "aten._safe_softmax":  # a row of -inf gives zeros
             return ops.where(ops.eq(load_largest(i), -float("inf")), ops.constant(0.0, wide), out)
@@ -77,7 +77,7 @@ def lower_softmax_backward(
 ) -> TensorBox:
     """(grad - sum(grad * out)) * out, or grad - exp(out) * sum(grad)"""
     if input_dtype not in (None, grad.dtype) and ctx.target.device_type == "cpu":
-        raise Unsupported("the gradient of a softmax in another dtype than its input's")  # ATen's has the gradient's
+        raise Unsupported("the gradient of a softmax in another dtype than its input's")  # ATen's differs
     dtype = result_dtype(ctx)
     wide = compute_dtype(grad.dtype)
     size = ctx.size_of(grad)
@@ -91,12 +91,13 @@ def lower_softmax_backward(
     def inner(i: Index) -> Value:
         if log:
             return ops.sub(g(i), ops.mul(ops.exp(y(i)), s(i)))
-        return ops.mul(ops.sub(g(i), s(i)), y(i))  # of equal gradients nothing is left but what the sum is off
+        return ops.mul(ops.sub(g(i), s(i)), y(i))  # for equal gradients, only the rounding error of the sum is left
 
     return ctx.pointwise(size, dtype, inner, ctx.order_of_meta())
 
 
-# -- what all norms share ----------------------------------------------------------------------------------------------
+# -- shared by all norms
+# ------------------------------------------------------------------------------------------------
 def inverse_root(ctx: LoweringContext, var: TensorBox, eps: Operand, wide: torch.dtype) -> TensorBox:
     """1 / sqrt(var + eps)"""
     size = ctx.size_of(var)
@@ -123,7 +124,7 @@ def scaled(
 
 
 def in_dtype(ctx: LoweringContext, x: TensorBox, dtype: torch.dtype, size: Sequence[Expr] | None = None) -> TensorBox:
-    """A statistic as eager returns it: in its dtype, and without the dims of size 1 that `size` lacks."""
+    """A statistic as eager returns it: in `dtype`, without the dims of size 1 that `size` lacks."""
     own = ctx.size_of(x)
     if size is not None and len(size) != len(own):
         kept = [d for d in range(len(own)) if not ctx.is_one(own[d])][: len(size)]
@@ -142,7 +143,7 @@ def _over_last(ctx: LoweringContext, t: TensorBox | None, size: Sequence[Expr], 
 
 
 def _known_last(ctx: LoweringContext, x: TensorBox, shape: Sequence[Any]) -> tuple[Expr, ...]:
-    """The size of `x`, whose last dims are `shape` in every call."""
+    """The size of `x`, after guards that its last dims are `shape`."""
     for n, s in zip(reversed(shape), reversed(ctx.size_of(x))):
         ctx.assume("eq", s, n)
         ctx.is_equal(s, n)
@@ -153,7 +154,7 @@ def layer_norm(
     ctx: LoweringContext, x: TensorBox, shape: Sequence[Any], weight: TensorBox | None, bias: TensorBox | None,
     eps: Operand, dtype: torch.dtype, order: Order,
 ) -> Statistics:  # fmt: skip
-    """The normalised tensor, the mean and 1 / sqrt(var + eps) over the last dims; both with dims kept."""
+    """The normalised tensor, the mean and 1 / sqrt(var + eps) over the last dims; the latter two with dims kept."""
     size, wide = _known_last(ctx, x, shape), compute_dtype(dtype)
     demands.parameters_of_norm(x, weight, bias)
     var, mean = moments(ctx, x, list(range(len(size) - len(shape), len(size))), wide)
@@ -178,7 +179,7 @@ def lower_layer_norm(
     ctx: LoweringContext, x: TensorBox, shape: Sequence[Any], weight: TensorBox | None = None,
     bias: TensorBox | None = None, eps: Operand = 1e-5, cudnn_enable: bool = True,
 ) -> TensorBox:  # fmt: skip
-    """The same, the normalised tensor alone."""
+    """`lower_native_layer_norm` without the statistics."""
     return layer_norm(ctx, x, shape, weight, bias, eps, result_dtype(ctx), ctx.order_of_meta())[0]
 
 
@@ -216,14 +217,14 @@ def lower_rms_norm(
 def lower_fused_rms_norm(
     ctx: LoweringContext, x: TensorBox, shape: Sequence[Any], weight: TensorBox | None, eps: Any
 ) -> tuple[TensorBox, TensorBox]:
-    """The same with the inverse root as second result."""
+    """`lower_rms_norm` with the inverse root as second result."""
     out, rstd = rms_norm(ctx, x, shape, weight, eps, ctx.meta[0].dtype, ctx.order_of_meta(0))
     return out, in_dtype(ctx, rstd, ctx.meta[1].dtype)
 
 
 # -- batch norm, instance norm -----------------------------------------------------------------------------------------
 def over_channels(ctx: LoweringContext, t: TensorBox | None, channels: Expr, wide: torch.dtype) -> Loader | None:
-    """A loader of a tensor with an element for each channel (dim 1)."""
+    """A loader, by index of `x`, of a tensor with one element per channel (dim 1); None without a tensor."""
     if t is None:
         return None
     demands.has_size(ctx, t, (channels,), "a parameter or statistic of channels")
@@ -235,7 +236,7 @@ def batch_norm(
     ctx: LoweringContext, x: TensorBox, weight: TensorBox | None, bias: TensorBox | None, mean: TensorBox | None,
     var: TensorBox | None, training: bool, eps: Operand, dtype: torch.dtype, order: Order,
 ) -> tuple[TensorBox, TensorBox, TensorBox, TensorBox]:  # fmt: skip
-    """Normalised over all dims but 1; mean, rstd and variance of each channel, of the batch in training."""
+    """`x` normalised over all dims but 1; mean, rstd and variance of each channel, of the batch in training."""
     size, wide = ctx.size_of(x), compute_dtype(dtype)
     if len(size) < 2:
         raise Unsupported("batch_norm of a tensor without channels")
@@ -251,7 +252,7 @@ def batch_norm(
 
 
 def per_channel(ctx: LoweringContext, x: TensorBox) -> TensorBox:
-    """A statistic with dims kept, seen with the channels alone."""
+    """A statistic with dims kept, viewed as one element per channel."""
     rank = len(ctx.size_of(x))
     return x.viewed((ctx.size_of(x)[1],), lambda i: tuple(i[0] if d == 1 else ZERO for d in range(rank)))
 
@@ -286,7 +287,7 @@ def _native(
 
 @lower("aten.native_batch_norm", "aten._native_batch_norm_legit")
 def lower_native_batch_norm(ctx: LoweringContext, x: TensorBox, *args: Any) -> Statistics:
-    """The same with mean and rstd of the batch, if there are no running statistics to be written."""
+    """Batch norm with mean and rstd of the batch. Unsupported if running statistics would be written."""
     weight, bias, *running, training, _, eps = args
     if training and running and running[0] is not None:
         raise Unsupported(MUTATES)
@@ -299,7 +300,7 @@ def lower_batch_norm_no_training(
     ctx: LoweringContext, x: TensorBox, weight: TensorBox | None, bias: TensorBox | None, mean: TensorBox,
     var: TensorBox, momentum: Any, eps: Operand,
 ) -> Statistics:  # fmt: skip
-    """By the running statistics."""
+    """Batch norm with the running statistics."""
     return _native(ctx, x, weight, bias, mean, var, False, eps)
 
 
@@ -308,7 +309,7 @@ def lower_batch_norm_functional(
     ctx: LoweringContext, x: TensorBox, weight: TensorBox | None, bias: TensorBox | None, mean: TensorBox,
     var: TensorBox, training: bool, momentum: Operand, eps: Operand,
 ) -> tuple[TensorBox, ...]:  # fmt: skip
-    """In training, with the new running statistics as further results."""
+    """Batch norm in training, with the new running statistics as further results."""
     if not training:
         raise Unsupported("functional batch norm outside of training")
     meta = ctx.meta
@@ -343,7 +344,7 @@ def lower_instance_norm(
     ctx: LoweringContext, x: TensorBox, weight: TensorBox | None, bias: TensorBox | None, mean: TensorBox | None,
     var: TensorBox | None, use_input_stats: bool, momentum: Any, eps: Operand, cudnn: bool = False,
 ) -> TensorBox:  # fmt: skip
-    """Each channel of each sample normalised by itself, or by running statistics."""
+    """Each channel of each sample normalised with its own statistics, or with running statistics."""
     dtype, order = result_dtype(ctx), ctx.order_of_meta()
     if not use_input_stats:
         return batch_norm(ctx, x, weight, bias, mean, var, False, eps, dtype, order)[0]
@@ -353,7 +354,7 @@ def lower_instance_norm(
     own_var, own_mean = moments(ctx, x, list(range(2, len(size))), wide)
     rstd = inverse_root(ctx, own_var, eps, wide)
     load_mean, load_rstd = (ctx.loader(t, size, wide) for t in (own_mean, rstd))
-    ctx.assume("lt", ONE, product(size[2:]))  # torch.nn.functional refuses one element
+    ctx.assume("lt", ONE, product(size[2:]))  # torch.nn.functional refuses a single element
     demands.parameters_of_norm(x, weight, bias)
     w, b = (over_channels(ctx, t, size[1], wide) for t in (weight, bias))
     return scaled(ctx, x, load_mean, load_rstd, w, b, dtype, order)
@@ -364,7 +365,7 @@ def group_norm(
     ctx: LoweringContext, x: TensorBox, groups: int, weight: TensorBox | None, bias: TensorBox | None, eps: Operand,
     dtype: torch.dtype, order: Order,
 ) -> Statistics:  # fmt: skip
-    """Normalised over each group of channels of each sample; mean and rstd of size (samples, groups, 1, …)."""
+    """`x` normalised over each group of channels of each sample; mean and rstd of size (samples, groups, 1, …)."""
     size, wide = ctx.size_of(x), compute_dtype(dtype)
     each = ctx.specialise(size[1]) // groups
     demands.parameters_of_norm(x, weight, bias)
@@ -390,13 +391,13 @@ def group_norm(
 
 
 def _ends_in_channels(ctx: LoweringContext) -> bool:
-    """Whether channels are neighbours in the memory of what a norm is given."""
+    """Whether channels are the innermost dim in the memory of the norm's input."""
     meta = ctx.arg_metas[0] if ctx.arg_metas else None
     order = memory_order(meta.size(), meta.stride()) if isinstance(meta, torch.Tensor) and meta.dim() > 2 else None
     return order is not None and order[-1] == 1
 
 
-_LARGE = 1 << 20  # elements from which on rows that read single elements take longer than three further launches
+_LARGE = 1 << 20  # elements from which rows of strided reads take longer than three further launches
 
 
 def _is_large(ctx: LoweringContext, size: Sequence[Expr]) -> bool:
@@ -409,7 +410,7 @@ def _is_large(ctx: LoweringContext, size: Sequence[Expr]) -> bool:
 def _joined_moments(
     ctx: LoweringContext, x: TensorBox, groups: int, each: int, wide: torch.dtype
 ) -> tuple[TensorBox, TensorBox]:
-    """Variance and mean of each group from those of its channels, which are columns: all have as many elements."""
+    """Variance and mean of each group from those of its channels, all of which have equally many elements."""
     size = ctx.size_of(x)
     rest = tuple(ZERO for _ in size[2:])
     own = (size[0], ctx.canon(groups), ctx.canon(each))
@@ -429,15 +430,15 @@ def _joined_moments(
 
 
 def lies_by_channel(ctx: LoweringContext, order: Order, each: int) -> bool:
-    """Whether loops over memory in `order` run over the channels of groups of `each`, and kernels have lanes for them.
+    """Whether loops in memory order `order` run over the channels of groups of `each`, and kernels reduce in lanes.
 
-    Lanes that look up a number of their group each are slow ones.
+    Lanes that each gather a value of their group are slow.
     """
     return order is not None and ctx.target.sums_by_channel and each > 1
 
 
 def by_channel(ctx: LoweringContext, load: Loader, size: Sequence[Expr], each: int, wide: torch.dtype) -> Loader:
-    """By an index of a tensor of `size`, what `load` has at (sample, group): from a table of samples and channels."""
+    """A loader, by index of a tensor of `size`, of `load` at (sample, group), from a table of samples and channels."""
     table = ctx.table(size[:2], wide, lambda i: load((i[0], i[1] // each)))
     load_own = ctx.loader(table, size[:2], wide)
     return lambda i: load_own(i[:2])
@@ -447,7 +448,7 @@ def _by_channels(
     ctx: LoweringContext, x: TensorBox, groups: int, each: int, weight: Loader | None, bias: Loader | None,
     eps: Operand, dtype: torch.dtype, order: Order,
 ) -> Statistics:  # fmt: skip
-    """The same where channels are neighbours in memory: sums for each channel, in lanes, and then for each group."""
+    """`group_norm` where channels are the innermost dim: sums for each channel, in lanes, and then for each group."""
     size, wide = ctx.size_of(x), compute_dtype(dtype)
     rest = list(range(2, len(size)))
     n = product([ctx.canon(each), *size[2:]])
@@ -487,7 +488,7 @@ def lower_native_group_norm(
     ctx: LoweringContext, x: TensorBox, weight: TensorBox | None, bias: TensorBox | None, n: Any, c: Any, hw: Any,
     groups: int, eps: Operand,
 ) -> Statistics:  # fmt: skip
-    """The same with mean and rstd of size (samples, groups)."""
+    """Group norm with mean and rstd of size (samples, groups) as further results."""
     own = ctx.size_of(x)
     for a, b in zip((own[0], own[1], product(own[2:])), (n, c, hw)):
         ctx.assume("eq", a, ctx.canon(b))

@@ -1,4 +1,4 @@
-"""Elementwise arithmetic: tables of names first, then the operators that need a line of their own."""
+"""Elementwise arithmetic: tables of names first, then the operators that need a function of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fuser.lowering.entries import DECISIVE, EVERY, LOWERINGS, lower, refuse
 from fuser.ops import OPS
 from fuser.reasons import because
 
-# operator of ATen: op of the table. Computed in the dtype of the result.
+# ATen operator: op of the table. Computed in the result's dtype.
 UNARY = {
     "abs": "abs", "neg": "neg", "sign": "sign", "sgn": "sign", "reciprocal": "reciprocal", "sqrt": "sqrt",
     "rsqrt": "rsqrt",
@@ -53,15 +53,15 @@ BINARY = {
 # Integers divided by zero raise in eager.
 DIVIDING = {"fmod": "fmod", "remainder": "remainder"}
 COMPARE = {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge"}
-TESTS = {"isnan": "isnan", "isinf": "isinf", "isfinite": "isfinite", "signbit": "signbit"}  # result is bool
+TESTS = {"isnan": "isnan", "isinf": "isinf", "isfinite": "isfinite", "signbit": "signbit"}  # the result is bool
 LOGICAL = {"logical_and": "logical_and", "logical_or": "logical_or", "logical_xor": "logical_xor"}
-OF_BOOLS = {"fmax": "maximum", "fmin": "minimum", "heaviside": "maximum"}  # what they are for bool
+OF_BOOLS = {"fmax": "maximum", "fmin": "minimum", "heaviside": "maximum"}  # their equivalents for bool
 
 Body = Callable[..., Value]
 
 
 def result_dtype(ctx: LoweringContext) -> torch.dtype:
-    """The dtype that eager gives the node."""
+    """The dtype of the node's result in eager."""
     dtype: torch.dtype = ctx.meta.dtype
     return dtype
 
@@ -72,8 +72,8 @@ def elementwise(
 ) -> TensorBox:  # fmt: skip
     """`body(*values)` over the broadcast operands, all converted to `compute` (the result's dtype if None).
 
-    `cast`: operands of other dtypes are rounded to `compute`, where eager casts them before it computes; otherwise a
-    number takes part in arithmetic of half precision as a float32. `ordered`: memory in the order of eager's result.
+    `cast`: operands of other dtypes are rounded to `compute`, where eager casts them before computing. Otherwise a
+    number is a float32 in 16-bit arithmetic. `ordered`: the result is stored in eager's memory order.
     """
     dtype = dtype if dtype is not None else result_dtype(ctx)
     compute = compute if compute is not None else dtype
@@ -90,7 +90,7 @@ def elementwise(
 def cast_loader(
     ctx: LoweringContext, operand: Operand, size: Sequence[Expr], dtype: torch.dtype
 ) -> Callable[[Index], Value]:
-    """A loader of the operand as eager casts it to `dtype`: rounded if that is a half and the operand is not."""
+    """A loader of the operand as eager casts it to `dtype`: rounded to 16 bits, unless it has that dtype."""
     if isinstance(operand, (int, float)) and dtype in LOW_PRECISION:
         rounded = float(torch.tensor(float(operand), dtype=torch.float64).to(dtype))
         return ctx.loader(rounded, size, compute_dtype(dtype))
@@ -134,7 +134,7 @@ def _binary(name: str) -> Callable[..., TensorBox]:
         if name == "heaviside":
             demands.same_dtypes(*(t for t in (a, b) if isinstance(t, TensorBox)))
         if name in ("fmax", "fmin") and result_dtype(ctx) is torch.bfloat16:
-            a, b = b, a  # which of two zeros comes out
+            a, b = b, a  # decides which of two zeros is returned
         return elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y), cast=True)
 
     return fn
@@ -168,7 +168,7 @@ def _logical(name: str) -> Callable[..., TensorBox]:
         common = common_dtype(ctx)
         if all(torch.promote_types(x.dtype, common) is common for x in (a, b)):
             return elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y), torch.bool, torch.bool)
-        # What has no dims takes the others' dtype first, and what is not zero may be zero there: 256 among bytes.
+        # A 0-dim operand is cast to the common dtype first, where a nonzero value may become zero: 256 as a byte.
         return elementwise(
             ctx, [a, b], lambda x, y: ops.call(name, ops.ne(x, 0), ops.ne(y, 0)), torch.bool, common, cast=True
         )
@@ -193,7 +193,7 @@ lower_maximum, lower_minimum = LOWERINGS["aten.maximum"], LOWERINGS["aten.minimu
 
 @lower("aten.positive")
 def lower_itself(ctx: LoweringContext, x: TensorBox) -> TensorBox:
-    """The tensor itself, as eager returns it."""
+    """The tensor itself, as in eager."""
     return x
 
 
@@ -205,7 +205,7 @@ def lower_conj_physical(ctx: LoweringContext, x: TensorBox) -> TensorBox:
 
 @lower("aten.logical_not", decisive=EVERY)
 def lower_logical_not(ctx: LoweringContext, x: TensorBox) -> TensorBox:
-    """Not, of the value as bool."""
+    """Logical not of the value as bool."""
     return elementwise(ctx, [x], lambda v: ops.logical_not(v), torch.bool, torch.bool)
 
 
@@ -217,12 +217,12 @@ def lower_add(ctx: LoweringContext, a: Operand, b: Operand, alpha: Any = 1) -> T
     op = "add" if ctx.op == "aten.add" else "sub"
     if ctx.op == "aten.rsub":
         a, b = b, a
-    cast = ctx.numerics == "eager"  # eager rounds a number to a 16-bit float before it computes
+    cast = ctx.numerics == "eager"  # eager rounds a number to a 16-bit float before computing
     if is_known(alpha) and alpha == 1:
         return elementwise(ctx, [a, b], lambda x, y: ops.call(op, x, y), cast=cast)
     if not dtype.is_floating_point and isinstance(alpha, (Scalar, float)):
         raise Unsupported(because("eager_raises", "eager raises for a float alpha of integers"))
-    if dtype.is_floating_point:  # with one rounding, as eager has it where it uses vectors
+    if dtype.is_floating_point:  # with one rounding, as in eager's vectorised code
         fused: Callable[..., Value] = lambda x, y, s: ops.fma(y, s if op == "add" else ops.neg(s), x)  # noqa: E731
         return elementwise(ctx, [a, b, alpha], fused, cast=cast)
     return elementwise(ctx, [a, b, alpha], lambda x, y, s: ops.call(op, x, ops.mul(y, s)))
@@ -243,7 +243,7 @@ def lower_div(ctx: LoweringContext, a: Operand, b: Operand, rounding_mode: str |
 
 
 def dividing(ctx: LoweringContext, a: Operand, b: Operand, op: str, cast: bool = False) -> TensorBox:
-    """A division whose result is whole. Eager raises for an integer divided by zero: the kernel reports such a call."""
+    """An integral division. Eager raises for an integer divided by zero: the kernel reports such a call."""
     whole = not result_dtype(ctx).is_floating_point
     divisor = b.as_int() if isinstance(b, Expr) else b
     if whole and divisor is None:
@@ -260,7 +260,7 @@ def dividing(ctx: LoweringContext, a: Operand, b: Operand, op: str, cast: bool =
 
 
 def ensured(value: Value, condition: Value) -> Value:
-    """`value`; a call in which some `condition` does not hold is reported, and run by eager, which raises."""
+    """`value`. A call in which some `condition` is False is reported, and runs in eager, which raises."""
     flag = ops.where(condition, ops.constant(0, torch.int64), ops.constant(1, torch.int64))
     zero = ops.index_expr(ops.indirect(flag, ONE))
     return ops.add(value, ops.to_dtype(zero, value.dtype))
@@ -274,7 +274,7 @@ def lower_floor_divide(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBo
 
 @lower("aten.round", decisive=EVERY)
 def lower_round(ctx: LoweringContext, x: Operand, decimals: int = 0) -> TensorBox:
-    """To the nearest integer, halves to even; or to a number of decimals."""
+    """To the nearest integer, ties to even; or to a number of decimals."""
     dtype = result_dtype(ctx)
     if dtype is torch.bool or decimals and not dtype.is_floating_point:
         raise demands.refused(f"round of {dtype}, to {decimals} decimals")
@@ -288,7 +288,7 @@ def lower_round(ctx: LoweringContext, x: Operand, decimals: int = 0) -> TensorBo
     return elementwise(ctx, [x], lambda v: ops.mul(ops.round(ops.div(v, ten)), ten))
 
 
-# Exponents that eager multiplies out (or takes roots for), and the only ones that change no bit of its results.
+# Exponents that eager computes by products or roots; of these, the only ones that keep the bits of eager's results.
 SMALL_POWERS: dict[float, Body] = {
     1.0: lambda x: x, 2.0: lambda x: ops.mul(x, x), 3.0: lambda x: ops.mul(ops.mul(x, x), x),
 }  # fmt: skip
@@ -296,7 +296,7 @@ FLOAT_POWERS: dict[float, Body] = SMALL_POWERS | {
     0.5: lambda x: ops.sqrt(x), -0.5: lambda x: ops.rsqrt(x), -1.0: lambda x: ops.reciprocal(x),
     -2.0: lambda x: ops.reciprocal(ops.mul(x, x)),
 }  # fmt: skip
-# For float16 eager does call pow, in which neither -inf nor -0.0 has a sign under a root.
+# For float16 eager calls pow, whose square root of -inf is inf, and of -0.0 is 0.0.
 HALF_POWERS: dict[float, Body] = FLOAT_POWERS | {
     0.5: lambda x: _root(x), -0.5: lambda x: ops.reciprocal(_root(x)),
 }  # fmt: skip
@@ -308,7 +308,7 @@ def _root(x: Value) -> Value:
 
 @lower("aten.pow")
 def lower_pow(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
-    """Power; small constant exponents without a call."""
+    """Power; small constant exponents without calling pow."""
     whole = not result_dtype(ctx).is_floating_point
     if whole and isinstance(b, Expr):
         ctx.assume("le", ZERO, b)
@@ -354,13 +354,13 @@ def lower_addcmul(ctx: LoweringContext, x: Operand, a: Operand, b: Operand, valu
 
 @lower("prims.fma")
 def lower_fma(ctx: LoweringContext, a: Operand, b: Operand, c: Operand) -> TensorBox:
-    """a * b + c; a compiler contracts it where the machine can."""
+    """a * b + c; the compiler contracts it if the machine can."""
     return elementwise(ctx, [a, b, c], lambda x, y, z: ops.add(ops.mul(x, y), z))
 
 
 @lower("aten.lerp")
 def lower_lerp(ctx: LoweringContext, a: Operand, b: Operand, weight: Operand) -> TensorBox:
-    """a + weight * (b - a), from the nearer end."""
+    """a + weight * (b - a), computed from the nearer end."""
 
     def body(x: Value, y: Value, w: Value) -> Value:
         gap = ops.sub(y, x)
@@ -373,7 +373,7 @@ def lower_lerp(ctx: LoweringContext, a: Operand, b: Operand, weight: Operand) ->
 
 @lower("aten.ldexp")
 def lower_ldexp(ctx: LoweringContext, x: Operand, exponent: Operand) -> TensorBox:
-    """x * 2^exponent: exactly for floats and whole exponents, where torch does not make it a power and a product."""
+    """x * 2^exponent; exact for floats and integer exponents if torch's is, else a power and a product."""
     scales = [isinstance(t, TensorBox) and t.dtype.is_floating_point for t in (x, exponent)] == [True, False]
     if not isinstance(exponent, TensorBox) or not scales or not _scales_exactly():
         return elementwise(ctx, [x, exponent], ops.ldexp)
@@ -388,7 +388,7 @@ def lower_ldexp(ctx: LoweringContext, x: Operand, exponent: Operand) -> TensorBo
 
 
 def _scaled(x: Value, exponent: Value, dtype: torch.dtype) -> Value:
-    """x * 2^exponent in three steps, the largest last: only this one may round. Eager's exponent has 32 bits."""
+    """x * 2^exponent in three steps, the largest last, so that only it may round. Eager's exponent has 32 bits."""
     most = -math.frexp(torch.finfo(dtype).tiny)[1] + 1  # the smallest normal number is 2^-most
     left = ops.rshift(ops.lshift(exponent, 32), 32)
     steps = []
@@ -403,7 +403,7 @@ def _scaled(x: Value, exponent: Value, dtype: torch.dtype) -> Value:
 
 @functools.cache
 def _scales_exactly() -> bool:
-    """Whether torch's `ldexp` scales by integers. Older ones multiply by a power of 2, which may be infinite."""
+    """Whether torch's `ldexp` scales by integers. Older versions multiply by a power of 2, which may be infinite."""
     return float(torch.ldexp(torch.zeros(1), torch.tensor([5000]))) == 0
 
 
@@ -426,7 +426,7 @@ LOWERINGS["aten.rad2deg"] = _factor(180 / math.pi)
 
 @lower("aten.isposinf", "aten.isneginf", decisive=EVERY)
 def lower_isposinf(ctx: LoweringContext, x: TensorBox) -> TensorBox:
-    """Whether it is that infinity."""
+    """Whether the element is that infinity."""
     infinite = math.inf if ctx.op == "aten.isposinf" else -math.inf
     if not x.dtype.is_floating_point:
         return elementwise(ctx, [x], lambda v: ops.constant(False, torch.bool), torch.bool, x.dtype)
@@ -458,7 +458,7 @@ def lower_isclose(
 
 @lower("aten.angle", decisive=EVERY)
 def lower_angle(ctx: LoweringContext, x: TensorBox) -> TensorBox:
-    """0, pi for negative numbers, NaN for NaN."""
+    """0, or pi for negative numbers, or NaN for NaN."""
 
     def body(v: Value) -> Value:
         turned = ops.where(ops.lt(v, 0), ops.constant(math.pi, v.dtype), ops.constant(0, v.dtype))
@@ -499,7 +499,7 @@ def lower_polygamma(ctx: LoweringContext, n: int, x: TensorBox) -> TensorBox:
 
 
 def _trigamma(x: Value) -> Value:
-    """Below 1/2 by its reflection, whose sine eager does not find to be zero at whole numbers."""
+    """Below 1/2 by reflection. As in eager, the sine is not exactly zero at integers."""
     sine = ops.sin(ops.mul(x, math.pi))
     low = ops.lt(x, 0.5)
     turned = ops.div(ops.constant(math.pi**2, x.dtype), ops.mul(sine, sine))

@@ -1,6 +1,6 @@
 """Windows of fixed size that slide over the last dims: pools, and copies of every window.
 
-A window's elements are read one after another in the body of one loop, so only small windows are taken.
+A window's elements are read in sequence in the body of one loop, so only small windows are supported.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from fuser.lowering.reshape import reshape_box
 from fuser.ops.reductions import smallest
 from fuser.reasons import because
 
-MOST_PLACES = 27  # places of a window
+MOST_PLACES = 27  # largest number of elements in a window
 Load = Callable[[Index], Value]
 
 
 @dataclass(frozen=True)
 class Sliding:
-    """Windows of `kernel` places, `dilation` apart, at every `stride`-th place from `-padding`."""
+    """Windows of `kernel` elements, `dilation` apart, at every `stride`-th index from `-padding`."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
-    size: tuple[Expr, ...]  # of the dims that the windows slide over
-    count: tuple[Expr, ...]  # how many windows there are along each
-    inside: tuple[bool, ...]  # whether every window lies inside
-    ceil: bool  # the last window may end further behind than `padding`
+    size: tuple[Expr, ...]  # of the dims that windows slide over
+    count: tuple[Expr, ...]  # number of windows along each
+    inside: tuple[bool, ...]  # whether every window is inside the tensor
+    ceil: bool  # the last window may end further behind the tensor than `padding`
 
     def start(self, d: int, at: Expr) -> Expr:
-        """The first place, which may be negative, of window `at` of dim `d`."""
+        """The first index of window `at` along dim `d`, which may be negative."""
         return at * self.stride[d] - self.padding[d]
 
     def places(self, at: Sequence[Expr]) -> Iterator[tuple[tuple[Expr, ...], Callable[[], Value | None]]]:
-        """Each index in the window `at`, and a function that gives whether it is inside; None if it always is."""
+        """Each index in the window `at`, and a function for the condition that it is inside; None if it always is."""
         for step in itertools.product(*map(range, self.kernel)):
             where = tuple(self.start(d, a) + s * self.dilation[d] for d, (a, s) in enumerate(zip(at, step)))
             yield where, functools.partial(self.is_inside, where, step)
 
     def is_inside(self, where: Sequence[Expr], step: Sequence[int]) -> Value | None:
-        """Whether the index of `step` in a window is inside the tensor; None if it is in every window."""
+        """The condition that the index at `step` in a window is inside the tensor; None if it is in every window."""
         out: Value | None = None
         for d, (p, s) in enumerate(zip(where, step)):
             for own in self.conditions(d, p, s):
@@ -62,9 +62,9 @@ class Sliding:
         return out
 
     def conditions(self, d: int, p: Expr, step: int) -> Iterator[Value]:
-        """What must hold for index `p`, of that step in a window along dim `d`.
+        """The conditions for index `p`, at `step` in a window along dim `d`, to be inside the tensor.
 
-        The first window begins `padding` before the tensor; without `ceil` the last one ends as far behind it.
+        The first window begins `padding` before the tensor; without `ceil` the last one ends at most as far behind it.
         """
         offset, last = step * self.dilation[d], (self.kernel[d] - 1) * self.dilation[d]
         if self.inside[d]:
@@ -91,8 +91,8 @@ def sliding(
 ) -> Sliding:  # fmt: skip
     """The windows over the last `n` dims of a tensor of sizes `whole`; their number follows `pooling_output_shape`.
 
-    `by_dims`: each loop reads them along one dim, so that only their edges count for how large they may be.
-    `backward`: each element reads the windows that it lies in, so that only their overlap counts.
+    `by_dims`: each loop reads along one dim, so only a window's edges are limited. `backward`: each element reads the
+    windows that contain it, so only their overlap is limited.
     """
     sizes = _each(kernel, n)
     steps = _each(stride, n) if stride or stride == 0 else sizes
@@ -106,7 +106,7 @@ def sliding(
         raise Unsupported(f"{what[0]} more than {MOST_PLACES} {what[1]}")
     size = tuple(whole[-n:])
     count, inside = [], []
-    for s in whole[-n - 1 :]:  # only a batch may be empty
+    for s in whole[-n - 1 :]:  # only a batch dim may be empty
         ctx.assume("lt", 0, s)
     for s, k, step, p, g in zip(size, sizes, steps, pads, gaps):
         room = s + (2 * p - g * (k - 1) - 1)
@@ -126,7 +126,7 @@ def sliding(
 
 
 def overlap(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> int:
-    """How many windows an element looks for itself in: those that may hold it; with gaps one for each place."""
+    """How many windows each element checks: those that may contain it; with gaps one for each element of a window."""
     return math.prod(-(-k // s) if g == 1 else k for k, s, g in zip(kernel, stride, dilation))
 
 
@@ -146,17 +146,17 @@ def lower_avg_pool(
     ctx: LoweringContext, x: TensorBox, kernel: Sequence[int], stride: Any = (), padding: Any = 0, ceil: Any = False,
     include_pad: Any = True, divisor: int | None = None,
 ) -> TensorBox:  # fmt: skip
-    """The sum of each window over the number of its places."""
+    """The sum of each window divided by the number of its elements."""
     dtype = result_dtype(ctx)
     if not dtype.is_floating_point:
         raise Unsupported("an average pool of integers")
     n, wide = n_dims(ctx), compute_dtype(dtype)
     w = sliding(ctx, ctx.size_of(x), n, kernel, stride, padding, 1, ceil, by_dims=ctx.target.sums_by_dims)
-    if n == 3:  # eager refuses windows larger than the tensor, padded or not
+    if n == 3:  # eager refuses windows larger than the tensor, even if it is padded
         for k, s in zip(w.kernel, w.size):
             ctx.assume("le", k, s)
     if math.prod(w.kernel) > MOST_PLACES:
-        for d in reversed(range(1, n)):  # sums along one dim after the other; the first is left
+        for d in reversed(range(1, n)):  # sum along one dim after the other; dim 0 is left
             x = _sums_along(ctx, x, w, d, wide)
         along: tuple[int, ...] = (0,)
     else:
@@ -172,7 +172,7 @@ def lower_avg_pool(
 
 
 def _sums_along(ctx: LoweringContext, x: TensorBox, w: Sliding, d: int, wide: torch.dtype) -> TensorBox:
-    """The sums of windows that extend along dim `d` of those slid over."""
+    """The sums of windows along dim `d` of the dims that they slide over."""
     at = len(ctx.size_of(x)) - len(w.kernel) + d
     load, size = ctx.loader(x, ctx.size_of(x), wide), list(ctx.size_of(x))
     size[at] = w.count[d]
@@ -180,7 +180,7 @@ def _sums_along(ctx: LoweringContext, x: TensorBox, w: Sliding, d: int, wide: to
 
 
 def _sum(w: Sliding, load: Load, index: Index, along: Sequence[int]) -> Value:
-    """The sum of a window that extends along some dims; along others `index` is that of an element."""
+    """The sum over a window along some dims; in the other dims `index` is an element's index."""
     lead = len(index) - len(w.kernel)
     total: Value | None = None
     for step in itertools.product(*(range(w.kernel[d]) for d in along)):
@@ -196,14 +196,14 @@ def _sum(w: Sliding, load: Load, index: Index, along: Sequence[int]) -> Value:
 
 
 def _read(load: Load, index: Index, inside: Value | None, other: float | int | bool) -> Value:
-    """The element at an index, `other` outside of the tensor."""
+    """The element at an index; `other` outside of the tensor."""
     return load(index) if inside is None else ops.masked(inside, lambda: load(index), other)
 
 
 def places(
     ctx: LoweringContext, w: Sliding, at: Sequence[Expr], include_pad: bool, divisor: int | None, wide: torch.dtype
 ) -> Value:
-    """What a window's sum is divided by."""
+    """The divisor of a window's sum."""
     if divisor is not None:
         return ops.constant(divisor, wide)
     known, found = 1, None
@@ -224,7 +224,7 @@ def places(
 @lower("aten._adaptive_avg_pool2d", "aten.adaptive_avg_pool2d", "aten._adaptive_avg_pool3d", "aten.adaptive_avg_pool1d",
        "aten.adaptive_avg_pool3d")  # fmt: skip
 def lower_adaptive_avg_pool(ctx: LoweringContext, x: TensorBox, out: Sequence[int]) -> TensorBox:
-    """Means of parts of the last dims, which differ by an element where they do not divide these evenly."""
+    """Means of parts of the last dims. Parts differ by one element where a size is not divisible."""
     n, size = len(out), ctx.size_of(x)
     out = [ctx.specialise(o) for o in out]
     if any(ctx.hint(s) % o for s, o in zip(size[-n:], out) if o):
@@ -285,9 +285,9 @@ def _pooled(
     ctx: LoweringContext, x: TensorBox, w: Sliding, order: tuple[int, ...] | None,
     place_dtype: torch.dtype | None = None,
 ) -> TensorBox:  # fmt: skip
-    """The largest element of each window, NaN above all, or with a dtype for it the number of its place.
+    """The largest element of each window, where NaN is the largest; or, with `place_dtype`, the number of its index.
 
-    An int64 counts the places that windows slide over, an int8 those of the window.
+    An int64 numbers the elements of the dims that windows slide over, an int8 those of the window.
     """
     n = len(w.kernel)
     load, lead = _window_loader(ctx, x, n, x.dtype)
@@ -312,7 +312,7 @@ def _pooled(
 
 
 def _place(w: Sliding, at: Sequence[Expr], steps: Sequence[Expr], dtype: torch.dtype | None) -> Value:
-    """The number of a place that is so many steps from the first one of window `at`."""
+    """The number of the element that is `steps` from the first one of window `at`."""
     if dtype is torch.int8:
         return number_in_int8(offset_number(w, steps))
     where = [w.start(d, a) + s * w.dilation[d] for d, (a, s) in enumerate(zip(at, steps))]
@@ -320,7 +320,7 @@ def _place(w: Sliding, at: Sequence[Expr], steps: Sequence[Expr], dtype: torch.d
 
 
 def _first_inside(w: Sliding, d: int, at: Expr) -> Expr:
-    """The step of the first place of a window that lies in the tensor."""
+    """The step of a window's first element that is inside the tensor."""
     start, gap = w.start(d, at), w.dilation[d]
     return ZERO if w.padding[d] == 0 else floordiv(maximum(-start, 0) + (gap - 1), maximum(gap, gap))
 
@@ -333,13 +333,13 @@ def window_number(w: Sliding, where: Sequence[Expr]) -> Expr:
 
 
 def number_in_int8(number: Expr) -> Value:
-    """An offset as a value of a kernel."""
+    """An offset in a window as a value of a kernel."""
     known = number.as_int()
     return ops.index_expr(number, torch.int8) if known is None else ops.constant(known, torch.int8)
 
 
 def offset_number(w: Sliding, steps: Sequence[Expr]) -> Expr:
-    """The number of a place among those of its window."""
+    """The number of an element within its window."""
     out = ZERO
     for size, s in zip(w.kernel, steps):
         out = out * size + s
@@ -361,7 +361,7 @@ def lower_max_pool_with_indices(
     ctx: LoweringContext, x: TensorBox, kernel: Sequence[int], stride: Any = (), padding: Any = 0, dilation: Any = 1,
     ceil: Any = False,
 ) -> tuple[TensorBox, TensorBox]:  # fmt: skip
-    """The largest element of each window, and where it is."""
+    """The largest element of each window, and its number among the elements of the pooled dims."""
     w = sliding(ctx, ctx.size_of(x), n_dims(ctx), kernel, stride, padding, dilation, ceil)
     return _with_places(ctx, x, w, torch.int64)
 
@@ -371,7 +371,7 @@ def lower_max_pool_offsets(
     ctx: LoweringContext, x: TensorBox, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int], ceil: bool,
 ) -> tuple[TensorBox, TensorBox]:  # fmt: skip
-    """The largest element of each window, and where in the window it is."""
+    """The largest element of each window, and its number within the window."""
     w = sliding(ctx, ctx.size_of(x), len(kernel), kernel, stride, padding, dilation, ceil)
     return _with_places(ctx, x, w, torch.int8)
 
@@ -385,7 +385,7 @@ def _with_places(ctx: LoweringContext, x: TensorBox, w: Sliding, dtype: torch.dt
 def lower_im2col(
     ctx: LoweringContext, x: TensorBox, kernel: Sequence[int], dilation: Any, padding: Any, stride: Any
 ) -> TensorBox:
-    """Every window as a column."""
+    """The elements of every window as a column."""
     w = sliding(ctx, ctx.size_of(x), 2, kernel, stride, padding, dilation)
     load, lead = _window_loader(ctx, x, 2, x.dtype)
     *batch, channels = lead

@@ -1,4 +1,4 @@
-"""Gradients of poolings: each element gathers from the windows that it lies in, of which there are few."""
+"""Gradients of pools: each element gathers from the few windows that contain it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fuser.reasons import because
 def _windows(
     ctx: LoweringContext, w: Sliding, at: Sequence[Expr]
 ) -> Iterator[tuple[tuple[Expr, ...], tuple[Expr, ...], Value]]:
-    """The windows that the element `at` may lie in, which of each one's places it is, and whether it does."""
+    """The windows that may contain the element `at`, its index within each, and the condition that it is contained."""
     candidates = [list(_along(ctx, w, d, a)) for d, a in enumerate(at)]
     for chosen in itertools.product(*candidates):
         inside: Value | None = None
@@ -36,13 +36,13 @@ Candidate = tuple[Expr, Expr, list[Callable[[], Value]]]
 
 
 def _along(ctx: LoweringContext, w: Sliding, d: int, at: Expr) -> Iterator[Candidate]:
-    """Along dim `d`: windows that may hold `at`, which of their places that is, and what must hold for it."""
+    """Along dim `d`: windows that may contain `at`, its index within each, and the conditions that it is contained."""
     kernel, stride, gap = w.kernel[d], ctx.canon(w.stride[d]), w.dilation[d]
     moved = at + w.padding[d]
     for step in range(-(-kernel // w.stride[d]) if gap == 1 else kernel):
-        if gap == 1:  # `step` before the last window that does not begin behind
+        if gap == 1:  # `step` windows before the last one that begins at or before it
             window, place = floordiv(moved, stride) - step, mod(moved, stride) + step * w.stride[d]
-        else:  # the one whose place `step` it is
+        else:  # the window in which its index is `step`
             window, place = floordiv(moved - step * gap, stride), ctx.canon(step)
         conditions = [_holds(ops.lt, window, w.count[d])]
         if step:
@@ -58,12 +58,12 @@ def _holds(compare: Callable[[Any, Any], Value], a: Expr, b: Expr) -> Callable[[
     return lambda: compare(ops.index_expr(a), ops.index_expr(b))
 
 
-# Of (an element's index, a window, which of its places the element is, whether it is one).
+# A function of (an element's index, a window, the element's index in it, whether it is contained).
 Taken = Callable[[Index, Sequence[Expr], Sequence[Expr], Value], Value]
 
 
 def _gathered(ctx: LoweringContext, size: Sequence[Expr], w: Sliding, taken: Taken) -> TensorBox:
-    """For each element of a tensor of these sizes the sum of what it takes from its windows."""
+    """For each element of a tensor of these sizes, the sum of `taken` over the windows that may contain it."""
     n, dtype = len(w.kernel), result_dtype(ctx)
 
     def inner(index: Index) -> Value:
@@ -82,7 +82,7 @@ def lower_avg_pool_backward(
     ctx: LoweringContext, grad: TensorBox, x: TensorBox, kernel: Sequence[int], stride: Any, padding: Any, ceil: Any,
     include_pad: Any, divisor: int | None,
 ) -> TensorBox:  # fmt: skip
-    """Each window's gradient over the number of its places."""
+    """Each window's gradient divided by the number of its elements, summed."""
     n, wide = n_dims(ctx), compute_dtype(result_dtype(ctx))
     w = sliding(ctx, ctx.size_of(x), n, kernel, stride, padding, 1, ceil, backward=True)
     load = ctx.loader(grad, ctx.size_of(grad), wide)
@@ -104,7 +104,7 @@ def lower_max_pool_backward(
     ctx: LoweringContext, grad: TensorBox, x: TensorBox, kernel: Sequence[int], stride: Any, padding: Any,
     dilation: Any, ceil: Any, indices: TensorBox,
 ) -> TensorBox:  # fmt: skip
-    """The gradients of the windows whose largest element it is."""
+    """The sum of the gradients of the windows whose largest element this is."""
     if ctx.target.ordered:
         raise Unsupported(_IN_ORDER)
     w = sliding(ctx, ctx.size_of(x), n_dims(ctx), kernel, stride, padding, dilation, ceil, backward=True)
@@ -118,7 +118,7 @@ def lower_max_pool_offsets_backward(
     ctx: LoweringContext, grad: TensorBox, offsets: TensorBox, size: Sequence[Any], kernel: Sequence[int],
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil: bool, channels_last: bool,
 ) -> TensorBox:  # fmt: skip
-    """The same from where in its window each largest element is."""
+    """The same, given the number of each largest element within its window."""
     whole = tuple(ctx.canon(s) for s in size)
     w = sliding(ctx, whole, len(kernel), kernel, stride, padding, dilation, ceil, backward=True)
     return _of_maxima(ctx, whole, w, grad, offsets, lambda _, which: number_in_int8(offset_number(w, which)))
@@ -128,7 +128,7 @@ def _of_maxima(
     ctx: LoweringContext, size: Sequence[Expr], w: Sliding, grad: TensorBox, found: TensorBox,
     number: Callable[[Sequence[Expr], Sequence[Expr]], Value],
 ) -> TensorBox:  # fmt: skip
-    """For each element the gradients of the windows in which `found` has its number: of (its index, its place)."""
+    """For each element, the gradients of the windows where `found` is number(its index, its index in the window)."""
     n, wide = len(w.kernel), compute_dtype(result_dtype(ctx))
     load = ctx.loader(grad, ctx.size_of(grad), wide)
     place = ctx.loader(found, ctx.size_of(found), found.dtype)

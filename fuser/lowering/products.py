@@ -1,7 +1,7 @@
-"""Products of matrices of few rows: contractions, the reduction `dot` over products of two operands.
+"""Products of matrices with few rows: contractions, that is the reduction `dot` over products of two operands.
 
-Such a product reads each element of the weight once and is bound by that, so a kernel does as well as a library and
-takes what comes before and after. Larger ones are left to libraries. The rows' number is a constant of the kernel.
+Such a product is bound by reading the weight once, so a kernel is as fast as a library and fuses with its neighbours.
+Larger products are left to libraries. The number of rows is a constant of the kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def product(ctx: LoweringContext, x: TensorBox, w: TensorBox, dtype: torch.dtype) -> TensorBox:
-    """`x @ w`, (rows, inner) and (inner, columns), added up in float32. Unsupported where a library does better."""
+    """`x @ w`, (rows, inner) and (inner, columns), summed in float32. Unsupported if a library is faster."""
     (rows, inner), (again, columns) = ctx.size_of(x), ctx.size_of(w)
     if ctx.hint(rows) > ctx.target.product_rows or ctx.hint(inner) * ctx.hint(columns) < LEAST_WEIGHT:
         raise Unsupported(because("library", "a library's kernel does this better"))
@@ -43,7 +43,7 @@ def product(ctx: LoweringContext, x: TensorBox, w: TensorBox, dtype: torch.dtype
 
 @lower("fuser.product")
 def lower_product(ctx: LoweringContext, bias: TensorBox | None, x: TensorBox, w: TensorBox) -> TensorBox:
-    """A product of matrices of few rows, with a bias added if there is one."""
+    """A product of matrices with few rows, plus a bias if there is one."""
     if bias is None:
         return product(ctx, x, w, ctx.meta.dtype)
     total = product(ctx, x, w, compute_dtype(ctx.meta.dtype))

@@ -1,4 +1,4 @@
-"""Random numbers of a seed."""
+"""Random numbers as functions of a seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuser.ops.random import normal_of
 
 @lower("fuser.uniform_like")
 def lower_uniform_like(ctx: LoweringContext, seed: TensorBox, stream: int, like: TensorBox) -> TensorBox:
-    """float32 in [0, 1) in the size of `like`, of the seed, the stream and the place in logical order."""
+    """float32 in [0, 1) of the size of `like`, a function of the seed, the stream and the row-major element number."""
     size, load = ctx.size_of(like), ctx.loader(seed, (), torch.int64)
     return ctx.pointwise(
         size, torch.float32, lambda index: ops.call("philox_uniform", load(()), stream, _place(index, size))
@@ -26,7 +26,7 @@ def lower_uniform_like(ctx: LoweringContext, seed: TensorBox, stream: int, like:
 
 @lower("fuser.normal_like")
 def lower_normal_like(ctx: LoweringContext, seed: TensorBox, stream: int, like: TensorBox) -> TensorBox:
-    """Standard normal float32 in the size of `like`, of the seed, the stream and the place in logical order."""
+    """Standard normal float32 of the size of `like`, a function of the seed, the stream and the element number."""
     size, load = ctx.size_of(like), ctx.loader(seed, (), torch.int64)
 
     def inner(index: Index) -> Value:

@@ -24,12 +24,12 @@ Element = Callable[[Value, Index], Value]
 
 
 def normal_dims(dims: Dims, rank: int) -> list[int]:
-    """Dims as sorted non-negative numbers; all of them for None or none."""
+    """Dims as sorted non-negative numbers; all dims for None or an empty list."""
     if dims is None:
         return list(range(rank))
     dims = [dims] if isinstance(dims, int) else list(dims)
     for d in dims:
-        if not -max(rank, 1) <= d < max(rank, 1):  # torch's own shape function of softmax takes any
+        if not -max(rank, 1) <= d < max(rank, 1):  # torch's own shape function of softmax accepts any
             raise Unsupported(f"dim {d} of a tensor with {rank} dims")
     return sorted({d % rank for d in dims}) if dims and rank else list(range(rank))
 
@@ -38,7 +38,7 @@ def reduce(
     ctx: LoweringContext, kind: str, x: TensorBox, dims: Dims, keepdim: bool, dtype: torch.dtype,
     value: Element | None = None, compute: torch.dtype | None = None, order: tuple[int, ...] | None = None,
 ) -> TensorBox:  # fmt: skip
-    """`kind` of `value(element, index)` over `dims`; the result's memory has `dtype`, elements are `compute`."""
+    """`kind` of `value(element, index)` over `dims`; the result is stored in `dtype`, elements are in `compute`."""
     reduced = normal_dims(dims, len(x.size))
     if len(reduced) == 1:
         keep_few(ctx, x, reduced[0])
@@ -62,16 +62,16 @@ def reduce_to_result(
     ctx: LoweringContext, kind: str, x: TensorBox, dims: Dims, keepdim: bool, value: Element | None = None,
     compute: torch.dtype | None = None, finish: Callable[[Value], Value] | None = None, result: int | None = None,
 ) -> TensorBox:  # fmt: skip
-    """The node's result: a reduction, `finish` of it in the wide dtype, in eager's dtype and memory order."""
+    """The node's result: a reduction, then `finish` in the wide dtype, in eager's dtype and memory order."""
     meta = ctx.meta if result is None else ctx.meta[result]
     order = ctx.order_of_meta(result)
     rounds = ctx.numerics == "eager" and meta.dtype in LOW_PRECISION
     compute = compute if compute is not None else meta.dtype
     wide = compute_dtype(meta.dtype)
     if kind in ("sum", "prod") and not wide.is_floating_point:
-        wide = torch.int64  # integers add up in it, whatever eager returns
+        wide = torch.int64  # integers are summed in int64, whatever dtype eager returns
     if kind == "prod" and wide is torch.float32 and ctx.target.wide_sums:
-        wide = compute = torch.float64  # else the order decides whether a product overflows on its way to 0
+        wide = compute = torch.float64  # otherwise the order decides whether a product that becomes 0 overflows first
     if finish is None and not rounds and wide is compute_dtype(meta.dtype):
         return reduce(ctx, kind, x, dims, keepdim, meta.dtype, value, compute, order)
     total = reduce(ctx, kind, x, dims, keepdim, wide, value, compute, order)
@@ -82,13 +82,13 @@ def reduce_to_result(
 
 
 def count(ctx: LoweringContext, x: TensorBox, dims: Dims) -> Expr:
-    """How many elements are reduced into one."""
+    """The number of elements that are reduced into one."""
     size = ctx.size_of(x)
     return product(size[d] for d in normal_dims(dims, len(size)))
 
 
 def need_elements(ctx: LoweringContext, x: TensorBox, dims: Dims) -> None:
-    """Eager raises where there is nothing to reduce: the kernel takes no such inputs."""
+    """Guard that the reduced dims are not empty: eager raises there."""
     size = ctx.size_of(x)
     for d in normal_dims(dims, len(size)):
         ctx.assume("lt", ZERO, size[d])
@@ -106,7 +106,7 @@ def number_of(ctx: LoweringContext, n: Expr, dtype: torch.dtype) -> Value:
 def lower_sum(
     ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None
 ) -> TensorBox:
-    """Sum; integers add up in int64."""
+    """Sum; integers are summed in int64."""
     return reduce_to_result(ctx, "sum", x, dims, keepdim)
 
 
@@ -150,7 +150,7 @@ def lower_nanmean(
 
 @lower("aten.count_nonzero", decisive=EVERY)
 def lower_count_nonzero(ctx: LoweringContext, x: TensorBox, dims: Dims = None) -> TensorBox:
-    """How many elements differ from zero."""
+    """The number of elements that differ from zero."""
     return reduce_to_result(
         ctx, "sum", x, dims, False, lambda v, _: ops.to_dtype(ops.ne(v, 0), torch.int64), x.dtype
     )  # fmt: skip
@@ -187,14 +187,14 @@ def lower_any_all(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim
 # -- extremes ----------------------------------------------------------------------------------------------------------
 @lower("aten.amax", "aten.amin")
 def lower_amax(ctx: LoweringContext, x: TensorBox, dims: Dims = (), keepdim: bool = False) -> TensorBox:
-    """Largest or smallest element, NaN if there is one."""
+    """Largest or smallest element; NaN if there is one."""
     need_elements(ctx, x, dims)
     return reduce_to_result(ctx, ctx.op[-3:], x, dims, keepdim)
 
 
 @lower("aten.max", "aten.min", decisive=EVERY)
 def lower_max(ctx: LoweringContext, x: TensorBox, other: Any = None, keepdim: bool = False) -> Any:
-    """Of all elements; of two tensors; or along a dim, with the index."""
+    """The extreme of all elements; of two tensors; or along a dim, with its index."""
     kind = ctx.op[-3:]
     if isinstance(other, TensorBox):
         return (lower_maximum if kind == "max" else lower_minimum)(ctx, x, other)
@@ -215,10 +215,10 @@ def lower_aminmax(ctx: LoweringContext, x: TensorBox, dim: int | None = None, ke
 def index_of(
     ctx: LoweringContext, kind: str, x: TensorBox, dim: int | None, keepdim: bool, result: int | None = None
 ) -> TensorBox:
-    """Where the extreme element is: along `dim`, or in the flattened tensor; the first of equal ones."""
+    """The index of the extreme element along `dim`, or in the flattened tensor; the first of equal ones."""
     size = ctx.size_of(x)
     dims = normal_dims(dim, len(size))
-    ctx.assume("lt", product(size[d] for d in dims), 1 << 31)  # kernels may keep indices in 32 bits
+    ctx.assume("lt", product(size[d] for d in dims), 1 << 31)  # kernels may store indices in 32 bits
 
     def pair(v: Value, index: Index) -> Value:
         at = ZERO
@@ -260,10 +260,10 @@ def moments(
 def shifted_moments(
     ctx: LoweringContext, x: TensorBox, dims: Dims, wide: torch.dtype, correction: float = 0
 ) -> tuple[TensorBox, TensorBox]:
-    """The same in one pass over memory, for a dtype `wide` of twice the precision of `x`.
+    """`moments` in one pass over memory, for a dtype `wide` of twice the precision of `x`.
 
-    Sums of x - first and of its square: as the first element is one of the n, its distance from the mean is at most
-    n variances squared, so that cancellation costs a factor of n of the wide precision and no more.
+    Sums x - first and its square. The first element is one of the n, so its squared distance from the mean is at most n
+    variances, and cancellation costs at most a factor of n of the wide precision.
     """
     n, size = count(ctx, x, dims), ctx.size_of(x)
     load, over = ctx.loader(x, size, wide), set(normal_dims(dims, len(size)))
@@ -285,7 +285,7 @@ def shifted_moments(
     def mean(i: Index) -> Value:
         number = number_of(ctx, n, wide)
         several = ops.add(first(i), ops.div(load_sum(i), number))
-        return ops.where(ops.eq(number, 1.0), first(i), several)  # one may be infinite
+        return ops.where(ops.eq(number, 1.0), first(i), several)  # a single element may be infinite
 
     def total(i: Index) -> Value:
         s = load_sum(i)
@@ -295,7 +295,7 @@ def shifted_moments(
 
 
 def divided(ctx: LoweringContext, x: TensorBox, n: Expr, dtype: torch.dtype, correction: float = 0) -> TensorBox:
-    """x / (n - correction), with no fewer than zero degrees of freedom, as eager has it"""
+    """x / (n - correction), with at least zero degrees of freedom, as in eager"""
     size = ctx.size_of(x)
     load = ctx.loader(x, size, compute_dtype(dtype))
 
@@ -309,7 +309,7 @@ def divided(ctx: LoweringContext, x: TensorBox, n: Expr, dtype: torch.dtype, cor
 
 
 def _correction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dims, float, bool]:
-    """Dims, correction and keepdim from the arguments of any overload of var and its kin."""
+    """Dims, correction and keepdim from the arguments of any overload of var, std, var_mean or std_mean."""
     names = ("unbiased",) if args and isinstance(args[0], bool) else ("dim", "unbiased", "keepdim")
     given = {**dict(zip(names, args)), **kwargs}
     correction = given.get("correction")
@@ -322,13 +322,13 @@ def _correction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dims, fl
 
 @lower("aten.var", "aten.std", "aten.var_mean", "aten.std_mean")
 def lower_var(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) -> Any:
-    """Variance or its root, with the mean where asked for."""
+    """Variance or standard deviation, with the mean if requested."""
     dims, correction, keepdim = _correction(args, kwargs)
-    if correction < 0:  # the variance of no elements is NaN, whatever it is divided by
+    if correction < 0:  # the variance of no elements is NaN, whatever the divisor
         need_elements(ctx, x, dims)
     pair = isinstance(ctx.meta, (tuple, list))
     wide = compute_dtype(ctx.meta[0].dtype if pair else ctx.meta.dtype)
-    if x.dtype is torch.float32 and ctx.target.wide_sums:  # in float64, as in eager's kernel there
+    if x.dtype is torch.float32 and ctx.target.wide_sums:  # in float64, as in eager's kernel
         var, mean = shifted_moments(ctx, x, dims, torch.float64, correction)
     else:
         var, mean = moments(ctx, x, dims, wide, correction)
@@ -341,7 +341,7 @@ def squeezed(
     ctx: LoweringContext, x: TensorBox, source: TensorBox, dims: Dims, keepdim: bool,
     fn: Callable[[Value], Value] | None, result: int | None,
 ) -> TensorBox:  # fmt: skip
-    """The node's result from a reduction of `source` with dims kept: `fn` of it, without the dims if so asked."""
+    """The node's result from a reduction of `source` with dims kept: `fn` of it, without the dims if not `keepdim`."""
     meta = ctx.meta if result is None else ctx.meta[result]
     rank = len(ctx.size_of(source))
     reduced = normal_dims(dims, rank)
@@ -372,7 +372,7 @@ def vector_norm(ctx: LoweringContext, x: TensorBox, order: float, dims: Dims, ke
         return reduce_to_result(ctx, "sum", x, dims, keepdim, lambda v, _: ops.abs(v))
     if order == 2:
         return reduce_to_result(ctx, "sum", x, dims, keepdim, lambda v, _: ops.mul(v, v), finish=lambda v: ops.sqrt(v))
-    if order < 0:  # such a norm has no identity
+    if order < 0:  # no identity exists for these
         need_elements(ctx, x, dims)
     return reduce_to_result(
         ctx, "sum", x, dims, keepdim, lambda v, _: ops.pow(ops.abs(v), float(order)),
@@ -453,7 +453,7 @@ def lower_cosine_similarity(
 
 
 def expanded(ctx: LoweringContext, x: TensorBox, size: tuple[Expr, ...]) -> TensorBox:
-    """`x` seen with the broadcast `size`."""
+    """`x` viewed with the broadcast `size`."""
     own = ctx.size_of(x)
     lead = len(size) - len(own)
     keep = [not ctx.is_one(s) for s in own]

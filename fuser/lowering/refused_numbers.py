@@ -1,8 +1,8 @@
-"""Numbers that eager refuses: a fill that the dtype cannot hold, a divisor that wraps to 0, a factor that is true.
+"""Numbers that eager refuses: a fill that the dtype cannot hold, a divisor that wraps to 0, a bool as a factor.
 
-Eager's kernels look at them, its shape functions do not. So a kernel is asked, by calls on tensors of two elements in
-each dim, or one: fills of one element look at nothing, and others take an index of one element alone. The numbers are
-refused if such a call raises, and does not with 1 in their place.
+Eager's kernels check them, its shape functions do not. So a kernel is called, on tensors of two elements in each dim,
+or of one: fills of one element check nothing, and other operators accept only an index of one element. The numbers are
+refused if such a call raises, and does not raise with 1 instead of them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fuser.errors import Unsupported
 from fuser.lowering.without_dynamo import without_dynamo
 from fuser.reasons import because
 
-MOST = 127  # any dtype holds numbers from 0 to this one
+MOST = 127  # any dtype represents the numbers from 0 to this one
 SIZED_BY_NUMBERS = frozenset(("aten.arange", "aten.range"))
 
 
 def check_numbers(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Unsupported, with eager's message, if eager refuses the numbers of a call on meta tensors like these."""
+    """Unsupported, with eager's message, if eager refuses the numbers in a call on meta tensors like these."""
     if not any(map(_is_unusual, (*args, *kwargs.values()))) or op in SIZED_BY_NUMBERS or not op.startswith("aten."):
         return
     target: Any = torch.ops
@@ -56,7 +56,7 @@ def _is_unusual(value: Any) -> bool:
 
 
 def _signature_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature | None:
-    """The overload that takes tensors where these are."""
+    """The overload that has tensors at these arguments; None if there is none."""
     found = (signature(target),) if isinstance(target, torch._ops.OpOverload) else signatures(target)
 
     def fits(s: Signature) -> bool:
@@ -74,7 +74,7 @@ def _is_plain(p: Param, value: Any) -> bool:
 
 
 def _small(name: str, value: Any, size: int) -> Any:
-    """A tensor of `size` in each dim in place of a meta tensor, `size` for a new tensor, the CPU as device."""
+    """A tensor of `size` in each dim for a meta tensor, `size` for sizes of a new tensor, None for a device."""
     if isinstance(value, torch.Tensor):
         one = value.dtype.is_floating_point or value.dtype is torch.bool
         return torch.full([size] * value.dim(), one).to(value.dtype)

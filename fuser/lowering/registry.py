@@ -1,4 +1,4 @@
-"""Which operators can be lowered, and by what: the entries of all families, which are imported with this module."""
+"""The tables of lowerings, complete: this module imports all families."""
 
 from __future__ import annotations
 

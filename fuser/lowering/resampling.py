@@ -1,7 +1,7 @@
-"""Images made larger or smaller by repeating the nearest element.
+"""Images resized to the nearest element.
 
-Places are computed in float32, step by step as eager computes them: a place that is rounded otherwise is another one.
-Sizes become part of the kernel.
+Indices are computed in float32, step by step as in eager: another rounding would select another element. Sizes are
+constants of the kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _float32(x: float) -> float:
 
 
 def _scale(given: float | None, size: int, out: int) -> float:
-    """How far apart in the tensor neighbours of the result are: `compute_scales_value` in eager's UpSample.h."""
+    """The distance, in the tensor, of neighbours in the result: `compute_scales_value` in eager's UpSample.h."""
     if given is not None and given > 0:
         return _float32(1.0 / given)
     return _float32(_float32(size) / out) if out else 0.0
@@ -52,8 +52,8 @@ def _sizes(
     "aten._upsample_nearest_exact1d", "aten._upsample_nearest_exact2d", "aten._upsample_nearest_exact3d",
 )  # fmt: skip
 def lower_nearest(ctx: LoweringContext, x: TensorBox, out: Any, *scales: float | None) -> TensorBox:
-    """The element nearest to each place (or before it, if not "exact")."""
-    for s in ctx.size_of(x)[1:]:  # only a batch may be empty
+    """The element nearest to each index (or before it, if not "exact")."""
+    for s in ctx.size_of(x)[1:]:  # only a batch dim may be empty
         ctx.assume("lt", 0, s)
     own, sizes, factors = _sizes(ctx, x, out, scales)
     n, lead = len(own), ctx.size_of(x)[: -len(own)]
@@ -73,7 +73,7 @@ def _nearest(i: Expr, size: int, out: int, factor: float | None, exact: bool) ->
     if out == 2 * size and not exact:
         return floordiv(i, expr(2))
     scale = _scale(factor, size, out)
-    # By NumPy: no default device and no fake mode of torch is at work there.
+    # By NumPy, which no default device and no fake mode of torch affects.
     points = np.arange(out)
     places = np.minimum(np.floor((points.astype(np.float32) + np.float32(0.5 * exact)) * np.float32(scale)), size - 1)
     if out > size and np.array_equal(places, points // (out // size)):

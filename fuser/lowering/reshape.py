@@ -1,8 +1,8 @@
-"""Reindexing between two shapes of the same elements, kept local: only dims that really meet share an index.
+"""Reindexing between two shapes of the same elements, kept local: an index depends only on dims that share elements.
 
-Sizes are matched from the innermost dim outwards. A run of old dims and a run of new ones with the same product form a
-group; inside a group the index goes through one flat number, so a merge becomes `//` and `%` and a split a sum. The
-scheduler resolves these where loop bounds allow.
+Sizes are matched from the innermost dim outwards. A run of old dims and a run of new dims with the same product form a
+group. Inside a group the index goes through one flat number, so a merge becomes `//` and `%`, and a split a sum. The
+scheduler simplifies these where loop bounds allow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Group = tuple[tuple[int, ...], tuple[int, ...]]  # old dims and new dims with th
 
 @dataclass
 class _Side:
-    """Sizes being consumed from the right."""
+    """Sizes that are consumed from the right."""
 
     size: list[Expr]
     at: int
@@ -55,7 +55,7 @@ def reshape_box(ctx: LoweringContext, x: TensorBox, shape: Sequence[Expr | int])
 
 
 def regroup(index: Index, old: Sizes, new: Sizes, groups: Sequence[Group]) -> Index:
-    """The index into `old` that means the same element as `index` into `new`."""
+    """The index into `old` of the element at `index` in `new`."""
     out = [ZERO] * len(old)
     for olds, news in groups:
         rest = ZERO
@@ -69,7 +69,7 @@ def regroup(index: Index, old: Sizes, new: Sizes, groups: Sequence[Group]) -> In
 
 
 def match(ctx: LoweringContext, old: Sizes, new: Sizes) -> list[Group] | None:
-    """Groups of dims with equal products; what must be equal becomes a fact. None if the sizes do not fit so."""
+    """Groups of dims with equal products; required equalities become facts. None if the sizes do not match."""
     left = _Side([ctx.canon(s) for s in old], len(old) - 1)
     right = _Side([ctx.canon(s) for s in new], len(new) - 1)
     groups: list[Group] = []
@@ -104,7 +104,7 @@ def _next_group(ctx: LoweringContext, left: _Side, right: _Side) -> Group | None
 
 
 def _which_grows(ctx: LoweringContext, a: Expr, b: Expr, more_old: bool, more_new: bool) -> str:
-    """Which of two products needs a further dim: the one that divides the other, else the smaller in the example."""
+    """Which of two products needs another dim: the one that divides the other, else the smaller in the example."""
     if more_old and divide_exactly(b, a) is not None:
         return "old"
     if more_new and divide_exactly(a, b) is not None:
@@ -117,13 +117,13 @@ def _which_grows(ctx: LoweringContext, a: Expr, b: Expr, more_old: bool, more_ne
 
 # -- the size that is left to be inferred ------------------------------------------------------------------------------
 def infer(ctx: LoweringContext, old: Sizes, shape: Sequence[Expr]) -> Sizes:
-    """`shape` with its -1, if it has one, replaced by what is left of `old`."""
+    """`shape`, with a -1 replaced by the size that remains of `old`."""
     at = next((d for d, s in enumerate(shape) if ctx.hint(s) == -1), None)
     if at is None:
         return tuple(shape)
     ctx.specialise(shape[at])
     left, right = list(shape[:at]), list(shape[at + 1 :])
-    ctx.assume("ne", product([*left, *right]), 0)  # else eager cannot tell
+    ctx.assume("ne", product([*left, *right]), 0)  # else eager cannot infer the size
     rest = list(old)
     while right and rest and ctx.canon(rest[-1]) == right[-1]:
         rest.pop()
@@ -136,7 +136,7 @@ def infer(ctx: LoweringContext, old: Sizes, shape: Sequence[Expr]) -> Sizes:
 
 
 def _quotient(ctx: LoweringContext, rest: list[Expr], left: list[Expr], right: list[Expr]) -> Expr:
-    """product(rest) / product(left + right); sizes become constants, nearest to the divisor first, till it is exact."""
+    """product(rest) / product(left + right); sizes become constants, next to the divisor first, until it is exact."""
     divisor = [*left, *right]
     steps: list[Expr | None] = [*(reversed(rest) if right else rest), *divisor, None]
     for s in steps:

@@ -19,7 +19,7 @@ from fuser.reasons import because
 def scanned(
     ctx: LoweringContext, kind: str, x: TensorBox, dim: int, dtype: torch.dtype, order: tuple[int, ...] | None
 ) -> TensorBox:  # fmt: skip
-    """The scan `kind` (a row of `ops.SCANS`) of `x`, cast to `dtype`, along `dim`. A tensor of no dims is itself."""
+    """The scan `kind` (a row of `ops.SCANS`) of `x`, cast to `dtype`, along `dim`; of a 0-dim tensor the cast alone."""
     size, d = ctx.size_of(x), wrap_dim(dim, len(x.size))
     load = ctx.loader(x, size, dtype)
     if not size:
@@ -29,20 +29,20 @@ def scanned(
 
 @lower("aten.cumsum", "aten.cumprod")
 def lower_cumulative(ctx: LoweringContext, x: TensorBox, dim: int, dtype: Any = None) -> TensorBox:
-    """The sum or product of all values up to each place; small integers in int64."""
+    """The sum or product of all values up to each index; small integers in int64."""
     kind = "sum" if ctx.op == "aten.cumsum" else "prod"
     return scanned(ctx, kind, x, dim, result_dtype(ctx), ctx.order_of_meta())
 
 
 @lower("aten.logcumsumexp")
 def lower_logcumsumexp(ctx: LoweringContext, x: TensorBox, dim: int) -> TensorBox:
-    """log of the sum of exp of all values up to each place."""
+    """The logarithm of the sum of exp of all values up to each index."""
     return scanned(ctx, "logaddexp", x, dim, result_dtype(ctx), ctx.order_of_meta())
 
 
 @lower("aten.cummax", "aten.cummin", decisive=EVERY)
 def lower_extremes(ctx: LoweringContext, x: TensorBox, dim: int) -> tuple[TensorBox, TensorBox]:
-    """The largest or smallest value up to each place, and the last place where it is."""
+    """The largest or smallest value up to each index, and the last index at which it occurs."""
     kind, size = ctx.op.removeprefix("aten.cum"), ctx.size_of(x)
     values = scanned(ctx, kind, x, dim, x.dtype, ctx.order_of_meta(0))
     if not size:

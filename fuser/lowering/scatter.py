@@ -1,7 +1,7 @@
-"""Writing at places that tensors hold: a copy of the tensor, then a loop that runs in order and so gives the same bits.
+"""Scatters: a copy of the tensor, then a loop that runs in order and so gives the same bits each time.
 
-Where nothing else reads the tensor written to, and it was itself made by such loops, they go on in the same memory:
-a chain of k scatters costs the scatters, not k copies.
+If nothing else reads the tensor written to, and it was itself made by scatters, they go on in the same memory: a chain
+of k scatters costs the scatters, not k copies.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fuser.lowering.views import unsqueeze_box, wrap_dim
 from fuser.ops import REDUCTIONS
 from fuser.reasons import because
 
-# How eager names a way to combine: a row of `ops.REDUCTIONS`.
+# Eager's names of reductions, as rows of `ops.REDUCTIONS`.
 COMBINE = {"sum": "sum", "add": "sum", "prod": "prod", "multiply": "prod", "amax": "max", "amin": "min"}
 
 
 def combined(how: str) -> str:
-    """The row of `ops.REDUCTIONS` for eager's name of it. Unsupported if there is none."""
+    """The row of `ops.REDUCTIONS` for eager's name of a reduction. Unsupported if there is none."""
     if how not in COMBINE:
         raise Unsupported(f"a scatter that combines by {how!r}")
     return COMBINE[how]
@@ -40,7 +40,7 @@ def combined(how: str) -> str:
 
 # -- an index as large as what is written ------------------------------------------------------------------------------
 class Spread:
-    """How scatter(x, dim, index) goes through its index and writes into `x`."""
+    """The loop of scatter(x, dim, index): how it runs over its index and writes into `x`."""
 
     def __init__(self, ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox) -> None:
         self.own = ctx.size_of(x)
@@ -55,12 +55,12 @@ class Spread:
         self.load = ctx.loader(self.flat, self.size, torch.int64)
 
     def at(self, index: Index) -> tuple[Expr, ...]:
-        """Where the element of the index at `index` sends its value, inside an `inner_fn`."""
+        """The index of the store for the element at `index`, inside an `inner_fn`."""
         to = place(self.load(index), self.own[self.dim], wraps=False)
         return (*index[: self.dim], to, *index[self.dim + 1 :])
 
     def source(self, ctx: LoweringContext, src: Operand, dtype: torch.dtype) -> Callable[[Index], Value]:
-        """A loader of what is written: the first part of a tensor, or a number."""
+        """A loader of the values: the first part of a tensor, or a number."""
         if not isinstance(src, TensorBox):
             return cast_loader(ctx, src, self.size, dtype)
         if not src.size:
@@ -76,8 +76,8 @@ class Spread:
 def scattered(
     ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, src: Operand, combine: str, fresh: bool = False
 ) -> TensorBox:  # fmt: skip
-    """`src` written into `x`; if `fresh`, what `x` has at the places written to does not count."""
-    if not x.size:  # a row of one element
+    """`src` scattered into `x`; if `fresh`, the old values at the written indices are ignored."""
+    if not x.size:  # as a vector of one element
         return reshape_box(ctx, scattered(ctx, unsqueeze_box(ctx, x, 0), dim, index, src, combine, fresh), [])
     how = Spread(ctx, x, dim, index)
     load = how.source(ctx, src, x.dtype)
@@ -93,13 +93,13 @@ def scattered(
 def lower_scatter(
     ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, src: Operand, reduce: str | None = None
 ) -> TensorBox:  # fmt: skip
-    """`src`, or a number, at the places of `index` along `dim`."""
+    """`src`, or a number, written at `index` along `dim`."""
     return scattered(ctx, x, dim, index, src, combined(reduce) if reduce is not None else "")
 
 
 @lower("aten.scatter_add")
 def lower_scatter_add(ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, src: TensorBox) -> TensorBox:
-    """`src` added at the places of `index` along `dim`."""
+    """`src` added at `index` along `dim`."""
     return scattered(ctx, x, dim, index, src, "sum")
 
 
@@ -108,7 +108,7 @@ def lower_scatter_reduce(
     ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, src: TensorBox, reduce: str,
     include_self: bool = True,
 ) -> TensorBox:  # fmt: skip
-    """`src` combined with what is at the places of `index` along `dim`."""
+    """`src` combined with the elements at `index` along `dim`."""
     return scattered(ctx, x, dim, index, src, combined(reduce), not include_self)
 
 
@@ -117,7 +117,7 @@ def along(
     ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, value: Callable[[Index], Value], combine: str,
     wraps: bool, size: Sequence[Expr] | None = None, start: float | None = None,
 ) -> TensorBox:  # fmt: skip
-    """`value(i)` for each i of `size` (or of `x` with the index in `dim`), at index[i[dim]] along `dim`."""
+    """`value(i)` for each i of `size` (or of `x` with the index's length in `dim`), at index[i[dim]] along `dim`."""
     demands.is_vector(index)
     own = ctx.size_of(x)
     if not own:
@@ -149,7 +149,7 @@ def along(
 def lower_index_add(
     ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, source: TensorBox, alpha: Operand = 1
 ) -> TensorBox:  # fmt: skip
-    """alpha * source added at the places `index` of `dim`."""
+    """alpha * source added at the indices `index` along `dim`."""
     demands.same_dtypes(x, source)
     size, d = ctx.size_of(source), wrap_dim(dim, len(x.size))
     load, factor = cast_loader(ctx, source, size, x.dtype), cast_loader(ctx, alpha, (), x.dtype)
@@ -163,7 +163,7 @@ def lower_index_add(
 
 @lower("aten.index_copy")
 def lower_index_copy(ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, source: TensorBox) -> TensorBox:
-    """`source` at the places `index` of `dim`."""
+    """`source` written at the indices `index` along `dim`."""
     demands.same_dtypes(x, source)
     size = ctx.size_of(source)
     load = cast_loader(ctx, source, size, x.dtype)
@@ -175,7 +175,7 @@ def lower_index_reduce(
     ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, source: TensorBox, reduce: str,
     include_self: bool = True,
 ) -> TensorBox:  # fmt: skip
-    """`source` combined with what is at the places `index` of `dim`."""
+    """`source` combined with the elements at the indices `index` along `dim`."""
     demands.same_dtypes(x, source)
     size, how = ctx.size_of(source), combined(reduce)
     load = cast_loader(ctx, source, size, x.dtype)
@@ -185,7 +185,7 @@ def lower_index_reduce(
 
 @lower("aten.index_fill")
 def lower_index_fill(ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, value: Operand) -> TensorBox:
-    """A number at the places `index` of `dim`."""
+    """A number written at the indices `index` along `dim`."""
     fill = cast_loader(ctx, value, (), x.dtype)
     return along(ctx, x, wrap_dim(dim, len(x.size)), index, lambda i: fill(()), "", True)
 
@@ -195,7 +195,7 @@ def lower_index_fill(ctx: LoweringContext, x: TensorBox, dim: int, index: Tensor
 def lower_index_put(
     ctx: LoweringContext, x: TensorBox, indices: Sequence[Any], values: TensorBox, accumulate: Any = False
 ) -> TensorBox:
-    """`values` at x[indices]; in place of what is there, or added to it. Under one mask it is a choice."""
+    """`values` written at x[indices], or added there. A single mask makes it a selection."""
     demands.same_dtypes(x, values)
     mask = indices[0] if len(indices) == 1 else None
     if isinstance(mask, TensorBox) and mask.dtype is torch.bool and len(mask.size) <= len(x.size):
@@ -211,7 +211,7 @@ def lower_index_put(
 def _put_where(
     ctx: LoweringContext, x: TensorBox, mask: TensorBox, values: TensorBox, accumulate: Any
 ) -> TensorBox:  # fmt: skip
-    """Where the mask holds, `values`: the same for each place of the mask, so a choice without any counting."""
+    """`values` where the mask holds: equal for all elements of the mask, so a selection without counting."""
     size, dims, given = ctx.size_of(x), len(mask.size), ctx.size_of(values)
     rest = size[dims:]
     row = given[max(len(given) - len(rest), 0) :]
@@ -243,7 +243,7 @@ def _put_where(
 def lower_put(
     ctx: LoweringContext, x: TensorBox, index: TensorBox, source: TensorBox, accumulate: Any = False
 ) -> TensorBox:
-    """`source` at the elements of `x` with these numbers, in row-major order."""
+    """`source` written at these element numbers of `x`, in row-major order."""
     demands.same_dtypes(x, source)
     count, size = ctx.numel(x), ctx.size_of(index_tensor(index, (torch.int64,)))
     flat = reshape_box(ctx, x, [count])
@@ -259,7 +259,7 @@ def lower_embedding_backward(
     ctx: LoweringContext, grad: TensorBox, indices: TensorBox, rows: int | Expr, padding_idx: int | Expr,
     scale_grad_by_freq: Any,
 ) -> TensorBox:  # fmt: skip
-    """grad[i] added to row indices[i] of zeros, but for the row `padding_idx`."""
+    """grad[i] added to row indices[i] of zeros, except for the row `padding_idx`."""
     if scale_grad_by_freq is not False:
         raise Unsupported("an embedding's gradient scaled by frequency")
     n, count, own = len(indices.size), ctx.canon(rows), ctx.size_of(grad)

@@ -1,4 +1,4 @@
-"""Places found by comparing values: binary search in sorted tensors, and masks that take elements in order."""
+"""Indices found by comparisons: binary search in sorted tensors, and masks that consume elements in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fuser.lowering.reshape import reshape_box
 from fuser.lowering.views import expand_box
 from fuser.reasons import because
 
-MOST_STEPS = 20  # each halves what is left: lists of up to a million
+MOST_STEPS = 20  # each halves the range: lists of up to a million
 
 
 def searched(
@@ -26,7 +26,7 @@ def searched(
 ) -> TensorBox:  # fmt: skip
     """How many of the sorted `bounds` (along their last dim) are below each element of `x`, or equal if `right`.
 
-    The number of steps is part of the kernel: it serves all lists up to twice as long.
+    The number of steps is a constant of the kernel, which serves all lists up to twice as long.
     """
     dtype = bounds.dtype
     if isinstance(x, TensorBox) and x.dtype is not dtype or isinstance(x, float) and not dtype.is_floating_point:
@@ -73,7 +73,7 @@ def lower_searchsorted(
     ctx: LoweringContext, bounds: TensorBox, x: Any, out_int32: Any = False, right: Any = False,
     side: str | None = None, sorter: TensorBox | None = None,
 ) -> TensorBox:  # fmt: skip
-    """Where each element would be put into a sorted list to keep it sorted."""
+    """The index at which each element can be inserted into a sorted list."""
     return searched(ctx, bounds, x, right is True or side == "right", sorter)
 
 
@@ -81,7 +81,7 @@ def lower_searchsorted(
 def lower_bucketize(
     ctx: LoweringContext, x: Any, bounds: TensorBox, out_int32: Any = False, right: Any = False
 ) -> TensorBox:
-    """The bucket between `bounds` in which each element lies."""
+    """The bucket between `bounds` that each element belongs to."""
     if len(ctx.size_of(bounds)) != 1:
         raise Unsupported(because("eager_raises", "bucketize with boundaries that are not 1-d: eager raises"))
     return searched(ctx, bounds, x, right is True)
@@ -89,13 +89,13 @@ def lower_bucketize(
 
 @lower("aten.masked_scatter")
 def lower_masked_scatter(ctx: LoweringContext, x: TensorBox, mask: TensorBox, source: TensorBox) -> TensorBox:
-    """`x` with the elements where mask holds replaced by those of `source`, one after the other."""
+    """`x` with the elements where mask holds replaced by those of `source`, in order."""
     if not ctx.arg_metas[2].is_contiguous():
         raise Unsupported("masked_scatter of elements that are not stored in row-major order: eager copies them first")
     size = ctx.broadcast_sizes([ctx.size_of(x), ctx.size_of(mask)])
     wide = expand_box(ctx, mask, size)
     count, given = ctx.numel(wide), ctx.numel(source)
-    ctx.assume("lt", 0, given)  # nothing can be read of nothing, wherever the mask holds
+    ctx.assume("lt", 0, given)  # no element can be read from an empty tensor, even under a mask
     load_flat = ctx.loader(reshape_box(ctx, wide, [count]), (count,), torch.bool)
     taken = ctx.scan("sum", (count,), 0, torch.int64, lambda i: ops.to_dtype(load_flat(i), torch.int64))
     holds, load = ctx.loader(wide, size, torch.bool), ctx.loader(x, size, x.dtype)

@@ -1,4 +1,4 @@
-"""Elementwise operators that choose, copy or cast: where, clamp, masked_fill, fill, dtype changes."""
+"""Elementwise operators that select, copy or cast: where, clamp, masked_fill, fill, dtype changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lower_where(ctx: LoweringContext, condition: TensorBox, a: Operand, b: Opera
 
 @lower("aten.masked_fill")
 def lower_masked_fill(ctx: LoweringContext, x: TensorBox, mask: TensorBox, value: Operand) -> TensorBox:
-    """`value`, a number or a tensor of no dims, where mask, else x"""
+    """`value`, a number or a 0-dim tensor, where mask, else x"""
     dtype = result_dtype(ctx)
     if isinstance(value, (int, float)) and not math.isinf(value) and dtype.is_floating_point:
         if abs(value) > torch.finfo(dtype).max:
@@ -44,7 +44,7 @@ def lower_masked_fill(ctx: LoweringContext, x: TensorBox, mask: TensorBox, value
 
 @lower("aten.fill")
 def lower_fill(ctx: LoweringContext, x: TensorBox, value: Operand) -> TensorBox:
-    """`value` everywhere"""
+    """A tensor filled with `value`."""
     dtype, size = result_dtype(ctx), ctx.size_of(x)
     return ctx.pointwise(size, dtype, cast_loader(ctx, value, size, dtype), ctx.order_of_meta())
 
@@ -58,14 +58,14 @@ def lower_clamp(ctx: LoweringContext, x: Operand, low: Operand | None = None, hi
     def body(v: Value, *values: Value) -> Value:
         rest = list(values)
         if low is not None:
-            v = ops.maximum(rest.pop(0), v)  # ties give the last argument: eager keeps the zero of x
+            v = ops.maximum(rest.pop(0), v)  # of equal values the last is returned: eager keeps the zero of x
         return ops.minimum(rest.pop(0), v) if high is not None else v
 
     return elementwise(ctx, [x, *limits], body, cast=True)
 
 
 def _limit(dtype: torch.dtype, limit: Operand, at: int) -> Operand:
-    """The limit that eager uses. Integers that do not fit wrap, saturate or raise, by torch's version: it is asked."""
+    """The limit that eager uses. One that does not fit wraps, saturates or raises, depending on torch's version."""
     if type(limit) is not int or dtype.is_floating_point:
         return limit
     info = torch.iinfo(dtype)
@@ -94,7 +94,7 @@ def lower_clamp_max(ctx: LoweringContext, x: Operand, high: Operand) -> TensorBo
 def lower_nan_to_num(
     ctx: LoweringContext, x: TensorBox, nan: Any = None, posinf: Any = None, neginf: Any = None
 ) -> TensorBox:
-    """NaN and the infinities replaced: by 0 and the largest finite numbers if nothing else is given."""
+    """NaN and the infinities replaced: by 0 and the largest finite numbers by default."""
     dtype = result_dtype(ctx)
     if not dtype.is_floating_point:
         return elementwise(ctx, [x], lambda v: v)
@@ -104,7 +104,7 @@ def lower_nan_to_num(
 
     def body(v: Value, n: Value, p: Value, m: Value) -> Value:
         finite = ops.where(ops.eq(v, -math.inf), m, ops.where(ops.eq(v, math.inf), p, v))
-        return ops.where(ops.isnan(v), n, finite)  # of the given value: a replacement is not replaced again
+        return ops.where(ops.isnan(v), n, finite)  # tests the original value: a replacement is not replaced again
 
     return elementwise(ctx, [x, *given], body, cast=True)
 
@@ -112,7 +112,7 @@ def lower_nan_to_num(
 @lower("aten._to_copy", "prims.convert_element_type", "aten.to", "aten.clone", "aten.type_as", "aten.contiguous",
        "aten.lift_fresh_copy", *AUTOCASTS)  # fmt: skip
 def lower_copy(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) -> TensorBox:
-    """A copy, in the dtype that eager gives it; a user's cast is rounded even where the value is used directly."""
+    """A copy in the dtype of eager's result. A user's cast is rounded even if the value stays in a register."""
     if ctx.meta is ctx.arg_metas[0]:
         return x  # eager returns its argument
     dtype = result_dtype(ctx)
@@ -125,7 +125,7 @@ def lower_copy(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) ->
 def lower_functional_copy(
     ctx: LoweringContext, x: TensorBox, source: TensorBox, non_blocking: Any = False
 ) -> TensorBox:
-    """`source` in the size and the dtype of `x`."""
+    """`source` with the size and dtype of `x`."""
     size = ctx.size_of(x)
     load = ctx.loader(source, size, compute_dtype(x.dtype))
     return ctx.pointwise(size, x.dtype, lambda i: ops.round_to(load(i), x.dtype), ctx.order_of_meta())
@@ -141,7 +141,7 @@ def lower_dropout(ctx: LoweringContext, x: TensorBox, p: float, train: Any) -> T
 
 @lower("aten.native_dropout")
 def lower_native_dropout(ctx: LoweringContext, x: TensorBox, p: float, train: Any) -> tuple[TensorBox, TensorBox]:
-    """A copy and a mask of ones outside of training."""
+    """Outside of training: a copy, and a mask of ones."""
     if train is not False:
         raise Unsupported(because("random", "dropout in training draws random numbers"))
     size = ctx.size_of(x)
@@ -154,7 +154,7 @@ def lower_rrelu(
     ctx: LoweringContext, x: TensorBox, noise: TensorBox, low: Operand = 1 / 8, high: Operand = 1 / 3,
     training: Any = False, generator: Any = None,
 ) -> tuple[TensorBox, TensorBox]:  # fmt: skip
-    """Outside of training, x below 0 by the mean of both slopes; the noise as it was."""
+    """Outside of training: x, times the mean of both slopes below 0; the noise is unchanged."""
     if training is not False:
         raise Unsupported(because("random", "rrelu in training draws random numbers"))
     size, wide = ctx.size_of(x), compute_dtype(x.dtype)

@@ -1,8 +1,8 @@
-"""Shapes, dtypes and strides of elementwise results, as eager's TensorIterator has them.
+"""Shapes, dtypes and strides of elementwise results by the rules of eager's TensorIterator.
 
-torch answers the same question with its operators on meta tensors, in Python for most elementwise ones: that costs
-0.1 ms an operator, and the first one imports the whole of dynamo. Chains of elementwise operators are what is compiled
-most, so their rule is here; everything else asks torch (`graph.run_meta`).
+torch's operators on meta tensors give the same, but mostly in Python: that costs 0.1 ms per operator, and the first
+call imports all of Dynamo. Chains of elementwise operators are compiled most, so their rule is here; for other
+operators torch is asked (`graph.run_meta`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from fuser.errors import Unsupported
 from fuser.reasons import because
 
-# How the result's dtype follows from the promoted operands: the same; float for integers; always bool.
+# The result's dtype, given that of the promoted operands: the same; float for integers; always bool.
 SAME, FLOAT, BOOL = "same", "float", "bool"
 _SAME = (
     "add sub mul rsub maximum minimum fmax fmin remainder fmod bitwise_and bitwise_or bitwise_xor neg abs relu sign "
@@ -30,12 +30,12 @@ _BOOL = "eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan 
 KINDS: dict[str, str] = {
     f"aten.{name}": kind for kind, names in ((SAME, _SAME), (FLOAT, _FLOAT), (BOOL, _BOOL)) for name in names.split()
 }
-_REFUSE_BOOL = frozenset({"aten.sub", "aten.rsub"})  # torch's meta functions take masks that eager refuses
+_REFUSE_BOOL = frozenset({"aten.sub", "aten.rsub"})  # torch's meta functions accept masks that eager refuses
 _FLOAT_ONLY = frozenset({"aten.gelu", "aten.silu", "aten.frac"})
 
 
 def elementwise_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The result of an elementwise operator as a meta tensor; None where only torch knows."""
+    """The result of an elementwise operator as a meta tensor; None if torch has to be asked."""
     if ".".join(op.split(".")[:2]) in _REFUSE_BOOL and any(_is_bool(a) for a in args[:2]):
         raise Unsupported("eager subtracts no bools", op)
     kind = KINDS.get(op)
@@ -61,7 +61,7 @@ def elementwise_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> to
 
 
 def operands(op: str, args: Sequence[Any]) -> list[torch.Tensor]:
-    """What eager's iterator has as operands, in its order: a number is a tensor without dims."""
+    """The operands of eager's iterator, in its order; a number is a 0-dim tensor."""
     given = args[:2] if op in KINDS else args
     number = torch.empty((), device="meta")
     found = [a if isinstance(a, torch.Tensor) else number for a in given if isinstance(a, (torch.Tensor, int, float))]
@@ -77,7 +77,7 @@ def _is_bool(a: Any) -> bool:
 
 
 def promoted(args: Sequence[Any]) -> torch.dtype:
-    """The dtype that torch promotes one or two operands to."""
+    """The dtype to which torch promotes one or two operands."""
     operands = [a for a in args if isinstance(a, (torch.Tensor, int, float))]
     if len(operands) == 1 and isinstance(operands[0], torch.Tensor):
         return operands[0].dtype
@@ -85,7 +85,7 @@ def promoted(args: Sequence[Any]) -> torch.dtype:
 
 
 def broadcast(sizes: Sequence[tuple[int, ...]], op: str) -> tuple[int, ...]:
-    """The common size. Unsupported, so that eager gives its error, if there is none."""
+    """The common size. Unsupported if there is none, so that eager raises its error."""
     rank = max(len(s) for s in sizes)
     out = [1] * rank
     for size in sizes:
@@ -100,7 +100,7 @@ def broadcast(sizes: Sequence[tuple[int, ...]], op: str) -> tuple[int, ...]:
 
 
 def result_strides(size: tuple[int, ...], tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Strides of the result: dims in memory in the order in which the operands have them.
+    """Strides of the result: its dims are stored in the operands' order.
 
     Source: `TensorIteratorBase::reorder_dimensions` and its fast paths (aten/src/ATen/TensorIterator.cpp).
     """
@@ -144,7 +144,7 @@ def _expanded_strides(size: tuple[int, ...], t: torch.Tensor) -> tuple[int, ...]
 
 
 def is_dense(t: torch.Tensor) -> bool:
-    """Whether the elements fill their memory, each in a place of its own, in some order of the dims."""
+    """Whether the elements fill their memory without overlap, in some order of the dims."""
     expected = 1
     for stride, n in sorted((s, n) for n, s in zip(t.shape, t.stride()) if n != 1):
         if stride != expected:
@@ -154,18 +154,21 @@ def is_dense(t: torch.Tensor) -> bool:
 
 
 def is_row_major(t: torch.Tensor) -> bool:
-    """Whether a tensor of known size is contiguous, in its dims of one element or none, too."""
+    """Whether a tensor of known size is contiguous, also by its strides in dims of 0 or 1 elements."""
     return t.stride() == dense_strides(tuple(t.shape), range(t.dim()))
 
 
 def row_major(value: Any) -> Any:
-    """A meta tensor of a tensor's size, contiguous; anything else as it is."""
+    """A contiguous meta tensor of a tensor's size; anything else unchanged."""
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
 
 
 def copies_overlap(x: torch.Tensor) -> bool:
-    """Whether elements share memory in eager's copy of a tensor for `select_scatter` and the like, as windows do that
-    overlap. It is a dense one of a tensor that is expanded. Strides interlaced without overlapping count as well."""
+    """Whether elements share memory in eager's copy of a tensor for `select_scatter` and the like.
+
+    Overlapping windows do; the copy of an expanded tensor is dense. Interlaced strides without overlap count as
+    sharing.
+    """
     reach = 0
     places = sorted((s, n) for n, s in zip(x.shape, x.stride()) if n > 1)
     if not x.numel() or not places or not places[0][0]:
@@ -178,7 +181,7 @@ def copies_overlap(x: torch.Tensor) -> bool:
 
 
 def order_like(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Dims from outermost to innermost in the order of `stride`; the last dim is innermost where it must be dense."""
+    """Dims from outermost to innermost in the order of `stride`; the last dim is innermost if it must be dense."""
     inner = sorted(range(len(size)), key=lambda d: (stride[d], -d))
     last = len(size) - 1
     if math.prod(size[d] for d in inner[: inner.index(last)]) != 1:
@@ -187,7 +190,7 @@ def order_like(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 
 def dense_strides(size: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
-    """Dense strides with the dims of `order` from outermost to innermost, sizes of 0 counted as 1 as torch does."""
+    """Dense strides with the dims in `order`, outermost first; a size of 0 counts as 1, as in torch."""
     out = [0] * len(size)
     running = 1
     for d in reversed(order):

@@ -1,4 +1,4 @@
-"""Which calls of a graph cannot be lowered, all of them at once, so that the graph can be split around them."""
+"""Finds all calls of a graph that cannot be lowered, so that the graph can be split around them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fuser.reasons import because
 
 
 class _Nothing:
-    """Stands for a value that is not fused, or for the meta of a result that no shape function describes."""
+    """Represents a value that is not fused, or the meta of a result without a shape function."""
 
 
 NOTHING = _Nothing()
@@ -37,9 +37,9 @@ class Survey:
 
 
 def survey(graph: CanonicalGraph, examples: Sequence[Any], numerics: str = "fast") -> Survey:
-    """Lower `graph` for inputs like `examples` past every refusal.
+    """Lower `graph` for inputs like `examples`, and go on after each refusal.
 
-    The result of a refused call becomes one more input. A call is skipped if one of its arguments is not known.
+    The result of a refused call becomes an additional input. A call is skipped if one of its arguments is not known.
     """
     state = lowering.begin(graph, examples, numerics, refused=_not_fused)
     surveyor = _Surveyor(state, Survey(metas=state.metas), itertools.count(len(graph.nodes)))
@@ -61,7 +61,7 @@ def _not_fused(example: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class _Surveyor:
-    """`numbers` are those of inputs that stand in for results."""
+    """Lowers the nodes of a graph one by one. `numbers` are the numbers of inputs that replace results."""
 
     state: State
     found: Survey
@@ -100,14 +100,14 @@ class _Surveyor:
         )
 
     def _result(self, node: CanonicalNode) -> tuple[Any, Any]:
-        """The result of a refused call, as an input of the same sizes. Raises if it has no shape function."""
+        """The result of a refused call, as an input of the same sizes. Raises without a shape function."""
         metas = self.state.metas
         args, kwargs = (map_refs(v, lambda r: metas[r.index]) for v in (node.args, dict(node.kwargs)))
         if node.op == "getitem":
             meta = args[0][args[1]]
         else:
             meta = lowering.run_meta(node.op, on_meta(args), on_meta(kwargs), False, self.state.ctx.target.like)
-        for i in node.refs():  # an operator in place may have changed its argument's sizes
+        for i in node.refs():  # an in-place operator may have changed its argument's sizes
             box = self.state.values[i]
             if isinstance(box, TensorBox) and tuple(map(self.state.ctx.hint, box.size)) != tuple(metas[i].shape):
                 self.state.values[i] = self._stand_in(metas[i])
@@ -134,9 +134,9 @@ def on_meta(value: Any) -> Any:
 
 # -- one call by itself ------------------------------------------------------------------------------------------------
 def alone(graph: CanonicalGraph, index: int, metas: Sequence[Any]) -> tuple[CanonicalGraph, list[Any]] | None:
-    """A call of `graph` as a graph of its own, and its inputs; None if these or its results are no tensors or numbers.
+    """A call of `graph` as a graph of its own, with its inputs; None unless inputs and results are tensors or numbers.
 
-    Results may be copies: what a call computes is looked at, not what it shares.
+    Results may be copies: the graph is for what the call computes, not for aliasing.
     """
     node = graph.nodes[index]
     refs = list(dict.fromkeys(node.refs()))

@@ -1,8 +1,8 @@
 """Strides of dims of one element. They address nothing, but eager may choose a result's layout by them.
 
-A batch of one image is channels-last if the stride of its only image says so. The order of a broadcast result follows
-strides of dims of one element where its operands repeat themselves along the others. A kernel of a graph in which that
-may be so takes only tensors whose strides in such dims compare with all others as in the example.
+A batch of one image is channels-last if the batch stride says so. The memory order of a broadcast result follows
+strides of dims of one element if its operands repeat along the other dims. For a graph where that is possible, a kernel
+serves only tensors whose strides in such dims compare with all others as in the example.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _may_decide(node: CanonicalNode, metas: list[Any]) -> bool:
     given = [m for i in node.refs() for m in _tensors(metas[i])]
     results = list(_tensors(metas[node.index]))
     if not given or not results or _memory(results[0]) in set(map(_memory, given)):
-        return False  # the layout of a view of several elements is that of its tensor
+        return False  # a view of several elements has the layout of its base
     if node.op not in KINDS and not _is_elementwise(results[0], given):
         return any(m.dim() > 3 for m in (*given, *results))
     args = [metas[a.index] if isinstance(a, Ref) else a for a in node.args]
@@ -59,16 +59,16 @@ def _is_elementwise(result: torch.Tensor, given: list[torch.Tensor]) -> bool:
 
 
 def _repeats(m: torch.Tensor, size: torch.Size) -> bool:
-    """Whether a tensor broadcast to `size` has its elements several times."""
+    """Whether a tensor repeats elements when it is broadcast to `size`."""
     lead = len(size) - m.dim()
     same = all(n == own and (n == 1 or s) for n, own, s in zip(size[lead:], m.shape, m.stride()))
     return not same or any(n > 1 for n in size[:lead])
 
 
 def keep(ctx: LoweringContext, number: int, record: Any, meta: torch.Tensor) -> Any:
-    """The record of tensor input `number` with its strides in dims of one element.
+    """The record of tensor input `number`, with its strides in dims of one element checked.
 
-    Where the example's are not those of dense memory, they become guards, and the sizes constants.
+    If the example's strides are not those of dense memory, they become guards, and the sizes constants.
     """
     if meta.dim() < 2 or not meta.numel():
         return record
@@ -82,14 +82,14 @@ def keep(ctx: LoweringContext, number: int, record: Any, meta: torch.Tensor) -> 
     for d in sorted(odd, key=meta.stride):
         if not own[d]:
             checked[d] = ctx.new_symbol(f"x{number}_s{d}", meta.stride(d), STRIDE)
-        ctx.specialise(record.size[d])  # of more elements the stride would address some
+        ctx.specialise(record.size[d])  # with more elements the stride would be used for addressing
         _compare(ctx, checked[d], meta.stride(d), bounds)
         bounds.append((meta.stride(d), checked[d]))
     return dataclasses.replace(record, checked=tuple(checked))
 
 
 def _compare(ctx: LoweringContext, stride: Expr, value: int, bounds: list[tuple[int, Expr]]) -> None:
-    """Have `stride` lie between its neighbours among `bounds`, or be equal to one."""
+    """Guard that `stride` lies between its neighbours among `bounds`, or equals one of them."""
     equal = next((e for at, e in bounds if at == value), None)
     if equal is not None:
         ctx.assume("eq", stride, equal)

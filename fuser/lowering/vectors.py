@@ -1,4 +1,4 @@
-"""Products of vectors of three elements, which geometry and physics take along one dim of a tensor."""
+"""Products of vectors of three elements along a dim of a tensor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lower_linalg_cross(ctx: LoweringContext, a: TensorBox, b: TensorBox, dim: in
 
 
 def _component(left: Load, right: Load, dim: int, k: int) -> Load:
-    """Component `k`: the difference of the products of the other two."""
+    """Component `k` of the cross product: the difference of the products of the other two components."""
 
     def of(load: Load, n: int) -> Load:
         return at_dim(load, dim, lambda _: expr(n % 3))
@@ -47,7 +47,7 @@ def _component(left: Load, right: Load, dim: int, k: int) -> Load:
 
 @lower("aten.cross")
 def lower_cross(ctx: LoweringContext, a: TensorBox, b: TensorBox, dim: int | None = None) -> TensorBox:
-    """The same along `dim`, or along the first dim of three elements."""
+    """The cross product along `dim`, or along the first dim of three elements."""
     return lower_linalg_cross(ctx, a, b, _first_of_three(ctx, a) if dim is None else dim)
 
 

@@ -1,4 +1,4 @@
-"""Views: a result is its argument under another index. Nothing is computed or stored."""
+"""Views: the result is the argument under another index. Nothing is computed or stored."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fuser.reasons import because
 
 Int = Expr | int
 Ints = Sequence[Int]
-NO_END = 1 << 62  # an end of a slice that says "all"
+NO_END = 1 << 62  # end of a slice that means "all"
 
 
-# -- reindexings, for other families too -------------------------------------------------------------------------------
+# -- reindexings, also for other families ------------------------------------------------------------------------------
 def wrap_dim(dim: int, rank: int) -> int:
-    """A dim as a number from 0; a 0-dim tensor counts as one of 1 dim."""
+    """A dim as a non-negative number; a 0-dim tensor counts as 1-d."""
     rank = max(rank, 1)
     if not -rank <= dim < rank:
         raise Unsupported(f"dim {dim} of a tensor with {rank} dims")
@@ -30,7 +30,7 @@ def wrap_dim(dim: int, rank: int) -> int:
 
 
 def permute_box(ctx: LoweringContext, x: TensorBox, dims: Sequence[int]) -> TensorBox:
-    """Dim d of the result is dim dims[d] of `x`."""
+    """A view whose dim d is dim dims[d] of `x`."""
     size = ctx.size_of(x)
     order = [wrap_dim(d, len(size)) for d in dims]
     place = [order.index(d) for d in range(len(size))]
@@ -38,7 +38,7 @@ def permute_box(ctx: LoweringContext, x: TensorBox, dims: Sequence[int]) -> Tens
 
 
 def transpose_box(ctx: LoweringContext, x: TensorBox, a: int, b: int) -> TensorBox:
-    """Two dims exchanged."""
+    """Two dims swapped."""
     rank = len(x.size)
     order = list(range(rank))
     if rank:
@@ -48,7 +48,7 @@ def transpose_box(ctx: LoweringContext, x: TensorBox, a: int, b: int) -> TensorB
 
 
 def with_dim(ctx: LoweringContext, x: TensorBox, dim: int, size: Expr, index_fn: Callable[[Expr], Expr]) -> TensorBox:
-    """`x` with `size` places along `dim`, place i being place index_fn(i) of `x`."""
+    """`x` with `size` elements along `dim`: element i is element index_fn(i) of `x`."""
     own = ctx.size_of(x)
 
     def reindex(index: Index) -> Index:
@@ -58,13 +58,13 @@ def with_dim(ctx: LoweringContext, x: TensorBox, dim: int, size: Expr, index_fn:
 
 
 def select_box(ctx: LoweringContext, x: TensorBox, dim: int, at: Expr) -> TensorBox:
-    """Place `at` (in range) of `dim`, which goes."""
+    """`x` at index `at` (in range) along `dim`, without that dim."""
     own = ctx.size_of(x)
     return x.viewed((*own[:dim], *own[dim + 1 :]), lambda index: (*index[:dim], at, *index[dim:]))
 
 
 def unsqueeze_box(ctx: LoweringContext, x: TensorBox, dim: int) -> TensorBox:
-    """A dim of size 1 before `dim` (up to the rank)."""
+    """`x` with a dim of size 1 before `dim` (up to the rank)."""
     own = ctx.size_of(x)
     return x.viewed((*own[:dim], ONE, *own[dim:]), lambda index: (*index[:dim], *index[dim + 1 :]))
 
@@ -84,7 +84,7 @@ def drop_dims(ctx: LoweringContext, x: TensorBox, dims: Sequence[int]) -> Tensor
 
 
 def expand_box(ctx: LoweringContext, x: TensorBox, shape: Ints) -> TensorBox:
-    """`x` repeated, by reading it again, to `shape`; -1 keeps a size."""
+    """`x` expanded to `shape`; -1 keeps a size."""
     own = ctx.size_of(x)
     lead = len(shape) - len(own)
     out: list[Expr] = [ctx.canon(s) for s in shape]
@@ -107,7 +107,7 @@ def expand_box(ctx: LoweringContext, x: TensorBox, shape: Ints) -> TensorBox:
 
 
 def keep_few(ctx: LoweringContext, x: TensorBox, dim: int) -> None:
-    """Have a kernel for each small size of the last dim, if `dim` is that: steps that are numbers fill registers."""
+    """If `dim` is a small last dim, make its size a constant: loads with constant strides vectorise."""
     size = ctx.size_of(x)
     if 0 <= dim == len(size) - 1 > 0 and 1 < ctx.hint(size[dim]) <= ctx.target.components:
         ctx.specialise(size[dim])
@@ -116,7 +116,7 @@ def keep_few(ctx: LoweringContext, x: TensorBox, dim: int) -> None:
 def slice_box(
     ctx: LoweringContext, x: TensorBox, dim: int, start: Int | None, end: Int | None, step: int = 1
 ) -> TensorBox:  # fmt: skip
-    """Places start, start + step, … below end; both clamped to the dim as Python does."""
+    """Elements start, start + step, … below end; both clamped to the dim as in Python."""
     keep_few(ctx, x, dim)
     size = ctx.size_of(x)[dim]
     first, last, count = slice_range(ctx, size, start, end, step)
@@ -128,7 +128,7 @@ def slice_box(
 def slice_range(
     ctx: LoweringContext, size: Expr, start: Int | None, end: Int | None, step: int
 ) -> tuple[Expr, Expr, Expr]:  # fmt: skip
-    """The first place of start:end:step, the one after its last possible one, and the number of places."""
+    """The first index of start:end:step, the upper bound of its indices, and their number."""
     first = _clamped(ctx, ZERO if start is None else as_expr(start), ZERO, size)
     whole = end is None or (as_expr(end).as_int() or 0) >= NO_END
     last = size if whole else _clamped(ctx, as_expr(end), first, size)
@@ -137,7 +137,7 @@ def slice_range(
 
 
 def _clamped(ctx: LoweringContext, at: Expr, low: Expr, size: Expr) -> Expr:
-    """`at`, counted from the end if negative, kept between `low` and `size`. Which case it is becomes a guard."""
+    """`at`, counted from the end if negative, clamped between `low` and `size`. A guard fixes which case applies."""
     at = ctx.canon(at)
     if ctx.hint(at) < 0:
         ctx.assume("lt", at, 0)
@@ -156,7 +156,7 @@ def _clamped(ctx: LoweringContext, at: Expr, low: Expr, size: Expr) -> Expr:
 
 
 def place_in(ctx: LoweringContext, at: Int, size: Expr) -> Expr:
-    """An index as a place from 0, counted from the end if negative, and guarded to lie in `size`."""
+    """A non-negative index: counted from the end if negative, and guarded to be below `size`."""
     at = ctx.canon(as_expr(at))
     if ctx.hint(at) < 0:
         ctx.assume("lt", at, 0)
@@ -180,7 +180,7 @@ def lower_view(ctx: LoweringContext, x: TensorBox, shape: Any, stride: Any = Non
 
 
 def _keep_ones(ctx: LoweringContext, x: TensorBox) -> None:
-    """Fix the dims of size 1 of a tensor that is not contiguous: eager may refuse a view of others."""
+    """Make dims of size 1 constants for a tensor that is not contiguous: eager may refuse the view for other sizes."""
     meta = ctx.arg_metas[0]
     expected = 1
     strict = True
@@ -194,13 +194,13 @@ def _keep_ones(ctx: LoweringContext, x: TensorBox) -> None:
 
 @lower("aten.view_as", "aten.reshape_as", view=True)
 def lower_view_as(ctx: LoweringContext, x: TensorBox, other: TensorBox) -> TensorBox:
-    """The shape of another tensor."""
+    """Reshaped to the shape of another tensor."""
     return reshape_box(ctx, x, ctx.size_of(other))
 
 
 @lower("aten.flatten", view=True)
 def lower_flatten(ctx: LoweringContext, x: TensorBox, start: int = 0, end: int = -1) -> TensorBox:
-    """Dims start … end as one."""
+    """Dims start … end merged into one."""
     size = ctx.size_of(x)
     if not size:
         return reshape_box(ctx, x, [ONE])
@@ -210,13 +210,13 @@ def lower_flatten(ctx: LoweringContext, x: TensorBox, start: int = 0, end: int =
 
 @lower("aten.ravel", view=True)
 def lower_ravel(ctx: LoweringContext, x: TensorBox) -> TensorBox:
-    """One dim."""
+    """Flattened to one dim."""
     return lower_flatten(ctx, x)
 
 
 @lower("aten.unflatten", view=True)
 def lower_unflatten(ctx: LoweringContext, x: TensorBox, dim: int, sizes: Ints) -> TensorBox:
-    """One dim as several."""
+    """One dim split into several."""
     own = ctx.size_of(x)
     d = wrap_dim(dim, len(own))
     inner = infer(ctx, own[d : d + 1], [ctx.canon(s) for s in sizes])
@@ -225,7 +225,7 @@ def lower_unflatten(ctx: LoweringContext, x: TensorBox, dim: int, sizes: Ints) -
 
 @lower("aten.squeeze", view=True)
 def lower_squeeze(ctx: LoweringContext, x: TensorBox, dims: int | Sequence[int] | None = None) -> TensorBox:
-    """Without the dims of size 1 (among `dims`, if given). Which they are is part of the kernel."""
+    """Without the dims of size 1 (among `dims`, if given). A guard fixes which dims these are."""
     size = ctx.size_of(x)
     wanted = range(len(size)) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = []
@@ -258,7 +258,7 @@ def lower_expand_as(ctx: LoweringContext, x: TensorBox, other: TensorBox) -> Ten
 
 @lower("aten.broadcast_tensors")
 def lower_broadcast_tensors(ctx: LoweringContext, tensors: Sequence[TensorBox]) -> tuple[TensorBox, ...]:
-    """Each expanded to the common size."""
+    """Each tensor expanded to the common size."""
     size = ctx.broadcast_sizes([ctx.size_of(t) for t in tensors])
     return tuple(expand_box(ctx, t, size) for t in tensors)
 
@@ -291,7 +291,7 @@ def lower_permute(ctx: LoweringContext, x: TensorBox, dims: Sequence[int]) -> Te
 
 @lower("aten.transpose", "aten.swapaxes", "aten.swapdims", view=True)
 def lower_transpose(ctx: LoweringContext, x: TensorBox, a: int, b: int) -> TensorBox:
-    """Two dims exchanged."""
+    """Two dims swapped."""
     return transpose_box(ctx, x, a, b)
 
 
@@ -303,13 +303,13 @@ def lower_t(ctx: LoweringContext, x: TensorBox) -> TensorBox:
 
 @lower("aten.mT", "aten.mH", "aten.adjoint", "aten.matrix_H", view=True)
 def lower_matrix_transpose(ctx: LoweringContext, x: TensorBox) -> TensorBox:
-    """The last two dims exchanged (tensors here are real)."""
+    """The last two dims swapped (tensors here are real)."""
     return transpose_box(ctx, x, -2, -1)
 
 
 @lower("aten.movedim", "aten.moveaxis", view=True)
 def lower_movedim(ctx: LoweringContext, x: TensorBox, source: Any, target: Any) -> TensorBox:
-    """Dims `source` put at `target`, the others in order around them."""
+    """Dims `source` moved to `target`; the others keep their order."""
     rank = len(x.size)
     sources = [wrap_dim(d, rank) for d in ([source] if isinstance(source, int) else source)]
     targets = [wrap_dim(d, rank) for d in ([target] if isinstance(target, int) else target)]
@@ -329,7 +329,7 @@ def lower_slice(
 
 @lower("aten.narrow", view=True)
 def lower_narrow(ctx: LoweringContext, x: TensorBox, dim: int, start: Any, length: Int) -> TensorBox:
-    """`length` places from `start`."""
+    """`length` elements from `start`."""
     if isinstance(start, TensorBox):
         raise Unsupported("narrow with its start in a tensor")
     d = wrap_dim(dim, len(x.size))
@@ -347,19 +347,19 @@ def lower_narrow(ctx: LoweringContext, x: TensorBox, dim: int, start: Any, lengt
 
 @lower("aten.select", view=True)
 def lower_select(ctx: LoweringContext, x: TensorBox, dim: int, index: Int) -> TensorBox:
-    """x[index] along `dim`, which goes."""
+    """x[index] along `dim`, without that dim."""
     d = wrap_dim(dim, len(x.size))
     keep_few(ctx, x, d)
     return select_box(ctx, x, d, place_in(ctx, index, ctx.size_of(x)[d]))
 
 
 def cut(ctx: LoweringContext, x: TensorBox, dim: int, starts: Sequence[Expr], ends: Sequence[Expr]) -> list[TensorBox]:
-    """The parts [start, end) of `dim`, which lie in it."""
+    """The parts [start, end) along `dim`, which are in range."""
     return [with_dim(ctx, x, dim, ctx.canon(b - a), a.__add__) for a, b in zip(starts, ends)]
 
 
 def split_every(ctx: LoweringContext, x: TensorBox, dim: int, step: Expr) -> tuple[TensorBox, ...]:
-    """Parts of `step` places, the last one of what remains. Their number is part of the kernel."""
+    """Parts of `step` elements, and a last one of the remaining elements. Their number is a constant of the kernel."""
     size = ctx.size_of(x)[dim]
     n = ctx.hint(size)
     count = max(1, -(-n // max(ctx.hint(step), 1)))
@@ -376,7 +376,7 @@ def split_every(ctx: LoweringContext, x: TensorBox, dim: int, step: Expr) -> tup
 
 @lower("aten.split", "aten.split_with_sizes", "aten.unsafe_split", "aten.unsafe_split_with_sizes")
 def lower_split(ctx: LoweringContext, x: TensorBox, sizes: Any, dim: int = 0) -> tuple[TensorBox, ...]:
-    """Parts of one size, or of the sizes given."""
+    """Parts of one size, or of the given sizes."""
     d = wrap_dim(dim, len(x.size))
     if not isinstance(sizes, (tuple, list)):
         return split_every(ctx, x, d, ctx.canon(as_expr(sizes)))
@@ -391,7 +391,7 @@ def lower_split(ctx: LoweringContext, x: TensorBox, sizes: Any, dim: int = 0) ->
 
 @lower("aten.chunk")
 def lower_chunk(ctx: LoweringContext, x: TensorBox, chunks: int, dim: int = 0) -> tuple[TensorBox, ...]:
-    """At most `chunks` parts of one size, the last one of what remains."""
+    """At most `chunks` parts of equal size; the last one has the remaining elements."""
     d = wrap_dim(dim, len(x.size))
     size = ctx.size_of(x)[d]
     if ctx.hint(size) == 0:
@@ -407,7 +407,7 @@ def lower_chunk(ctx: LoweringContext, x: TensorBox, chunks: int, dim: int = 0) -
 
 @lower("aten.tensor_split", "aten.hsplit", "aten.vsplit", "aten.dsplit")
 def lower_tensor_split(ctx: LoweringContext, x: TensorBox, how: Any, dim: int = 0) -> tuple[TensorBox, ...]:
-    """Parts that differ by at most one place (`how` a number), or cut at the places `how`."""
+    """Parts that differ by at most one element (`how` a number), or parts cut at the indices `how`."""
     dim = {"aten.hsplit": min(1, len(x.size) - 1), "aten.vsplit": 0, "aten.dsplit": 2}.get(ctx.op, dim)
     d = wrap_dim(dim, len(x.size))
     if isinstance(how, TensorBox):
@@ -424,14 +424,14 @@ def lower_tensor_split(ctx: LoweringContext, x: TensorBox, how: Any, dim: int = 
 
 @lower("aten.unbind")
 def lower_unbind(ctx: LoweringContext, x: TensorBox, dim: int = 0) -> tuple[TensorBox, ...]:
-    """Every place of `dim`. Their number is part of the kernel."""
+    """The slices at each index of `dim`. Their number is a constant of the kernel."""
     d = wrap_dim(dim, len(x.size))
     return tuple(select_box(ctx, x, d, expr(k)) for k in range(ctx.specialise(ctx.size_of(x)[d])))
 
 
 @lower("aten.unfold", view=True)
 def lower_unfold(ctx: LoweringContext, x: TensorBox, dim: int, size: Int, step: Int) -> TensorBox:
-    """Windows of `size` places, `step` apart: their number in place of `dim`, and the window as a last dim."""
+    """Windows of `size` elements, `step` apart: `dim` counts the windows, a new last dim their elements."""
     own = ctx.size_of(x)
     width, step = ctx.canon(size), ctx.specialise(step)
     ctx.assume("le", 0, width)
@@ -441,7 +441,7 @@ def lower_unfold(ctx: LoweringContext, x: TensorBox, dim: int, size: Int, step: 
     d = wrap_dim(dim, len(own))
     ctx.assume("le", width, own[d])
     count = ctx.canon(floordiv(own[d] - width, expr(step)) + 1)
-    if step == 1:  # both have one stride: of a result it is the larger's that is larger
+    if step == 1:  # both dims have one stride: in a result the larger dim gets the larger stride
         few, many = sorted((count, width), key=ctx.hint)
         ctx.assume("lt" if ctx.hint(few) < ctx.hint(many) else "eq", few, many)
 
@@ -453,7 +453,7 @@ def lower_unfold(ctx: LoweringContext, x: TensorBox, dim: int, size: Int, step: 
 
 @lower("aten.diagonal", view=True)
 def lower_diagonal(ctx: LoweringContext, x: TensorBox, offset: int = 0, dim1: int = 0, dim2: int = 1) -> TensorBox:
-    """The places (i, i + offset) of two dims, as a last dim."""
+    """The elements at (i, i + offset) of two dims, as a new last dim."""
     own = ctx.size_of(x)
     a, b = wrap_dim(dim1, len(own)), wrap_dim(dim2, len(own))
     skip_a, skip_b = max(-offset, 0), max(offset, 0)
@@ -471,7 +471,7 @@ def lower_diagonal(ctx: LoweringContext, x: TensorBox, offset: int = 0, dim1: in
 
 
 def diagonal_size(ctx: LoweringContext, rows: Expr, columns: Expr, offset: int) -> Expr:
-    """How many places (i, i + offset) a matrix has."""
+    """The number of elements (i, i + offset) of a matrix."""
     count = smaller(ctx, rows - max(-offset, 0), columns - max(offset, 0))
     if ctx.hint(count) <= 0:
         ctx.assume("le", count, 0)
@@ -481,7 +481,7 @@ def diagonal_size(ctx: LoweringContext, rows: Expr, columns: Expr, offset: int) 
 
 
 def smaller(ctx: LoweringContext, a: Expr, b: Expr) -> Expr:
-    """The smaller of two sizes. Which one it is becomes a guard."""
+    """The smaller of two sizes. A guard fixes which one it is."""
     a, b = ctx.canon(a), ctx.canon(b)
     if ctx.hint(a) > ctx.hint(b):
         a, b = b, a
@@ -493,7 +493,7 @@ def smaller(ctx: LoweringContext, a: Expr, b: Expr) -> Expr:
 def lower_as_strided(
     ctx: LoweringContext, x: TensorBox, size: Ints, stride: Ints, offset: Int | None = None
 ) -> TensorBox:  # fmt: skip
-    """Elements of contiguous memory, addressed by strides. Only where the memory is known to begin with `x`."""
+    """Elements of contiguous memory, addressed by strides. Unsupported unless the memory is known to begin with `x`."""
     meta = ctx.arg_metas[0]
     own_input = x.storage.buffer.input_number >= 0
     if not meta.is_contiguous() or (offset is not None and (own_input or meta.storage_offset() != 0)):
@@ -519,7 +519,7 @@ def lower_same(ctx: LoweringContext, x: TensorBox) -> TensorBox:
 
 @lower("aten.atleast_1d", "aten.atleast_2d", "aten.atleast_3d")
 def lower_atleast(ctx: LoweringContext, x: Any) -> Any:
-    """With so many dims."""
+    """With at least 1, 2 or 3 dims."""
     if isinstance(x, (tuple, list)):
         return tuple(lower_atleast(ctx, t) for t in x)
     least = int(ctx.op[-2])
@@ -530,7 +530,7 @@ def lower_atleast(ctx: LoweringContext, x: Any) -> Any:
     return x
 
 
-# -- views whose result has memory of its own: what they read is the same ----------------------------------------------
+# -- copies of views: the elements that they read are the same ---------------------------------------------------------
 _COPIED = (
     "view expand permute transpose t select slice squeeze unsqueeze unfold diagonal narrow alias detach split "
     "split_with_sizes unbind"

@@ -1,8 +1,8 @@
-"""Shape functions that do not import Dynamo.
+"""Runs shape functions without importing Dynamo.
 
 Many of torch's shape functions are references under `torch._disable_dynamo`, which imports `torch._dynamo` at its first
-call: 1.1 s, in a process that may never compile with it. What to call it looks up in an attribute of the function that
-it wraps, `__dynamo_disable`. While Dynamo is not there nothing can trace, and the function itself is as good.
+call: 1.1 s, in a process that may never compile with it. The wrapper looks for the function to call in an attribute of
+the wrapped function, `__dynamo_disable`. Before Dynamo is imported nothing can trace, so the function itself is right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _inside = 0
 
 @contextlib.contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Within it, torch's references run without importing Dynamo; nothing happens where it is imported already."""
+    """In this block, torch's references run without importing Dynamo; no effect if it is imported already."""
     global _inside
     if "torch._dynamo" in sys.modules:
         yield
@@ -56,7 +56,7 @@ def _restore() -> None:
 
 @forks.in_child
 def _after_fork() -> None:
-    """Threads of the parent that were inside will not leave it here."""
+    """Restore in a forked child, where the parent's threads in the block do not exist."""
     global _inside
     if _inside:
         _inside = 0
@@ -65,7 +65,7 @@ def _after_fork() -> None:
 
 @functools.cache
 def _wrapped() -> tuple[Callable[..., Any], ...]:
-    """Each function under `torch._disable_dynamo` among torch's references."""
+    """The functions under `torch._disable_dynamo` among torch's references."""
     source = torch._compile._disable_dynamo.__code__.co_filename
     found: dict[int, Callable[..., Any]] = {}
     for module in _MODULES:
@@ -79,6 +79,6 @@ def _wrapped() -> tuple[Callable[..., Any], ...]:
 
 
 def _behind(wrapper: types.FunctionType) -> Any:
-    """What a wrapper calls: `__wrapped__` may leave out wrappers in between, and torch's all hold it as `fn`."""
+    """The function that a wrapper calls. `__wrapped__` may skip wrappers in between; torch's hold it as `fn`."""
     cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=False))
     return cells["fn"].cell_contents if "fn" in cells else getattr(wrapper, "__wrapped__", None)

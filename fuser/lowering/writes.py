@@ -1,4 +1,4 @@
-"""Writes into inputs. What is written is computed like any other value; the scheduler places the write."""
+"""Writes into inputs. The new content is computed like any other value; the scheduler places the write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fuser.reasons import because
 
 @lower("aten.copy_")
 def lower_copy_(ctx: LoweringContext, target: TensorBox, source: Operand, non_blocking: bool = False) -> TensorBox:
-    """Write `source`, converted and broadcast, into the input `target`; who reads it later reads the new content."""
+    """Write `source`, converted and broadcast, into the input `target`. Later reads of it see the new content."""
     number = target.storage.buffer.input_number
     if target.view is not None or number < 0:
         raise Unsupported(
