@@ -1,4 +1,4 @@
-"""Canonical graphs: the form in which fusion groups are compared, hashed, compiled and kept."""
+"""Canonical graphs: the form in which fusion groups are compared, hashed, compiled and stored."""
 
 from fuser.canonical.build import REQUIRED, Registered, Row, canonicalize, operators_of
 from fuser.canonical.calls import HOST_OF_PACKET, HOST_OPS

@@ -1,4 +1,4 @@
-"""Operators of ATen that have two names: the one that the lowerings know."""
+"""ATen operators with two names, mapped to the name that the lowerings use."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ ALIASES = {
 def packet_named(name: str) -> OpOverloadPacket | None:
     """ATen's operator of that name, such as "add" or "__and__"; None if there is none.
 
-    `torch.ops.aten` has attributes of every Python object, too: its `__eq__` is no operator.
+    `torch.ops.aten` also has the attributes of every Python object: its `__eq__` is not an operator.
     """
     found = getattr(torch.ops.aten, name, None)
     return found if isinstance(found, OpOverloadPacket) else None
 
 
 def overloads_named(name: str) -> tuple[OpOverload, ...]:
-    """All forms of ATen's operator of that name; none if there is no such operator."""
+    """All overloads of ATen's operator of that name; none if there is no such operator."""
     packet = packet_named(name)
     return () if packet is None else tuple(getattr(packet, o) for o in packet.overloads())  # type: ignore[no-untyped-call]
 
 
 def main_packet(packet: OpOverloadPacket) -> OpOverloadPacket:
-    """The packet that does the same under its usual name; `packet` itself if there is no other."""
+    """The packet of the same operator under its usual name; `packet` itself if it has only one name."""
     namespace, _, name = str(packet).partition(".")
     usual = ALIASES.get(name) if namespace == "aten" else None
     return getattr(torch.ops.aten, usual) if usual is not None else packet
 
 
 def main_overload(overload: OpOverload) -> OpOverload:
-    """The overload of the same arguments under its usual name; `overload` itself if there is no other."""
+    """The same overload under the operator's usual name; `overload` itself if it has only one name."""
     packet = main_packet(overload.overloadpacket)
     if packet is overload.overloadpacket:
         return overload

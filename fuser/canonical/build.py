@@ -1,4 +1,4 @@
-"""From an FX graph to its canonical form, and to the rows from which the fallback is made."""
+"""Translates an FX graph to its canonical form, and to the rows that the fallback is built from."""
 
 from __future__ import annotations
 
@@ -56,17 +56,19 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A graph taken in: what it computes, and how it was written.
+    """A registered graph: its canonical form, and how it was written.
 
-    `bound` are its first inputs: the tensors that the graph holds itself (parameters, buffers), then numbers that were
-    lifted (see `lifting`), each with a row of its own.
-    `inputs` and `defaults` are the placeholders, in order. `opaque` are Python objects that only identity tells apart.
-    `blocked` says, if not empty, why no kernel can run this graph. `writes`: it writes into inputs. `origins` names for
-    each canonical node the row that it came from, `results` for each row the canonical node of its value, or -1;
-    `kinds` says what is known of the value; `impure` are the rows whose order matters: they write, draw random numbers,
-    or run Python; `writing` those that may write. `container` makes what the
-    graph returns of the tuple that its calls give; None if the graph returns a tuple or a single value. `takes` makes
-    the inputs of the arguments that an exported program has; None if these are the inputs.
+    `bound` are its first inputs: the tensors that the graph itself holds (parameters, buffers), then lifted numbers
+    (see `lifting`), each with a row of its own. `inputs` and `defaults` are the placeholders, in order. `opaque` are
+    Python objects that are compared by identity. `blocked` says, if not empty, why no kernel can run this graph.
+    `writes`: it writes into inputs.
+
+    `origins`: for each canonical node the row that it came from. `results`: for each row the canonical node of its
+    value, or -1; `kinds`: what is known of that value. `impure`: the rows whose order matters, because they write, draw
+    random numbers, or run Python. `writing`: those that may write.
+
+    `container` builds the graph's return value from the tuple of its results; None if that is a tuple or a single
+    value. `takes` converts an exported program's arguments to inputs; None if the arguments are the inputs.
     """
 
     graph: CanonicalGraph
@@ -90,7 +92,7 @@ class Registered:
 
 @dataclass
 class _State:
-    """One pass over a graph's nodes. `env` holds each node's canonical value, `raw` its row's number."""
+    """The state of one pass over a graph's nodes. `env`: each row's canonical value; `raw`: each node's row number."""
 
     builder: Builder
     module: torch.nn.Module | None
@@ -101,7 +103,7 @@ class _State:
     bound: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
     impure_rows: set[int] = field(default_factory=set)
     writing_rows: set[int] = field(default_factory=set)
-    first: list[int] = field(default_factory=list)  # of each row: the first canonical node that it made, if any
+    first: list[int] = field(default_factory=list)  # for each row the number of canonical nodes before it
     output: Any = None
     container: Callable[[Any], Any] | None = None
     takes: Flattened | None = None
@@ -112,9 +114,9 @@ def canonicalize(
     graph: torch.fx.Graph | torch.fx.GraphModule, functional: bool = False, in_place: bool = False,
     lifting: bool = False,
 ) -> Registered:  # fmt: skip
-    """The canonical form of `graph`. Linear in its nodes. GraphError says what is wrong with it.
+    """The canonical form of `graph`, in time linear in its nodes. GraphError describes a malformed graph.
 
-    With `lifting`, its constants that may be arguments are.
+    With `lifting`, constants that may be arguments become inputs.
     """
     module = graph if isinstance(graph, torch.fx.GraphModule) else getattr(graph, "owning_module", None)
     fx = graph.graph if isinstance(graph, torch.fx.GraphModule) else graph
@@ -135,7 +137,7 @@ def canonicalize(
     return _finish(state, functional, in_place)
 
 
-# How to get a graph of what is none, by the name of a class.
+# By class name: how to get a graph from an object that is not one.
 _CURES = {
     "ScriptFunction": "fuser.fuse_script(it) fuses it, fuser.frontends.torchscript.to_fx(it) makes a graph of it",
     "ScriptModule": "fuser.fuse_script(it) fuses it, fuser.frontends.torchscript.to_fx(it) makes a graph of it",
@@ -173,7 +175,7 @@ def _visit(state: _State, node: torch.fx.Node) -> None:
 
 
 def _inline(state: _State, node: torch.fx.Node) -> bool:
-    """Visit the calls that a module of torch makes in place of the call of the module; False if that is not known."""
+    """Visit the calls that a module of torch makes, instead of the call of the module. False if they are not known."""
     module = _fetch(state, node)
     graph = graph_of(module)
     arguments = [a for a in node.args if isinstance(a, torch.fx.Node)]
@@ -195,7 +197,7 @@ def _inline(state: _State, node: torch.fx.Node) -> bool:
 
 
 def _raw(state: _State, user: torch.fx.Node, value: Any) -> Any:
-    """`value` with nodes as references to rows; every node must have been seen."""
+    """`value` with nodes replaced by references to their rows; every node must have been visited."""
     if isinstance(value, torch.fx.Node):
         index = state.raw.get(value)
         if index is None:
@@ -257,12 +259,12 @@ def _value(state: _State, node: torch.fx.Node, target: Any, args: tuple[Any, ...
 
 
 def _writes_so_far(b: Builder) -> int:
-    """Calls made so far that write, or of which nothing is known."""
+    """Number of calls so far that write, or of which nothing is known."""
     return len(b.mutations) + len(b.writes) + len(b.unknown)
 
 
 def _here(state: _State, value: Any) -> Any:
-    """A raw value with canonical values in place of rows. Lists stay lists for the translations to see."""
+    """A raw value with references to rows replaced by canonical values. Lists stay lists, as translations expect."""
     return map_refs(value, lambda r: state.env[r.index])
 
 
@@ -287,7 +289,7 @@ def _fetch(state: _State, node: torch.fx.Node) -> Any:
 
 
 def _attribute(state: _State, node: torch.fx.Node) -> Any:
-    """A tensor becomes one more input, bound at registration; a plain value a constant; the rest is opaque."""
+    """A tensor becomes a new input, bound at registration; a plain value a constant; any other object is opaque."""
     value = _fetch(state, node)
     b = state.builder
     if isinstance(value, torch.Tensor):
@@ -343,7 +345,7 @@ def _finish(state: _State, functional: bool, in_place: bool) -> Registered:
 
 
 def _spell_defaults(b: Builder, state: _State, nodes: list[CanonicalNode]) -> None:
-    """A default value is part of what the graph computes."""
+    """Add default values to the input nodes: they are part of what the graph computes."""
     first = len(state.bound) + len(b.lifted)
     for i, (_, _, default) in enumerate(state.placeholders):
         if default is not REQUIRED:
@@ -351,7 +353,7 @@ def _spell_defaults(b: Builder, state: _State, nodes: list[CanonicalNode]) -> No
 
 
 def _results_apart(state: _State, output: torch.fx.Node) -> Apart:
-    """Returned calls that give several tensors: the class that holds these, and new nodes, whose rows read them."""
+    """For returned calls with several tensors: the class of the result, and new nodes whose rows read its items."""
     made: Apart = {}
     for node in output.all_input_nodes:
         row = state.raw.get(node, 0)
@@ -372,7 +374,7 @@ def _results_apart(state: _State, output: torch.fx.Node) -> Apart:
 
 
 def _class_of_results(state: _State, row: int, value: Ref) -> type:
-    """Functions and methods of torch have classes with names for their results; operators give tuples."""
+    """The class of a call's several results: torch's functions and methods have named ones; operators return tuples."""
     if isinstance(state.rows[row].target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return tuple
     name = state.builder.nodes[value.index].op.split(".")[1]
@@ -381,7 +383,7 @@ def _class_of_results(state: _State, row: int, value: Ref) -> type:
 
 
 def _take_form(state: _State, node: torch.fx.Node, apart: Apart) -> None:
-    """Results that stand in containers within containers, or beside constants, become a tuple and a form around it."""
+    """Results in nested containers, or beside constants, become a tuple, and a form that rebuilds the containers."""
     numbers: dict[torch.fx.Node, int] = {}
     form = form_of(node.args[0], numbers, apart) if node.args else None
     if form is not None and apart:
@@ -396,7 +398,7 @@ def _take_form(state: _State, node: torch.fx.Node, apart: Apart) -> None:
 
 
 def _take_exported_forms(state: _State, graph: torch.fx.Graph) -> None:
-    """The arguments and results of an exported program, whose graph has flat ones."""
+    """For an exported program, whose graph has flat inputs and results: keep the forms of its arguments and results."""
     forms = exported_forms(graph)
     if forms is None:
         return
@@ -449,13 +451,13 @@ def _live_rows(state: _State) -> tuple[Row, ...]:
 
 
 def _lifted_rows(state: _State) -> list[Row]:
-    """A row for each lifted number, which reads it as one of a bound tensor does."""
+    """A row for each lifted number, which reads it like a bound tensor."""
     first, n = len(state.rows), len(state.bound)
     return [Row(first + i, "get_attr", Ref(n + i), (), {}) for i in range(len(state.builder.lifted))]
 
 
 def _told(state: _State, value: Any) -> Any:
-    """`value` with the rows of lifted literals in place of these, and plain numbers in place of others."""
+    """`value` with each lifted literal replaced by a reference to its row, and other literals by plain numbers."""
     lifted = [literal for _, literal in state.builder.lifted]
 
     def told(literal: Any) -> Any:
@@ -466,7 +468,7 @@ def _told(state: _State, value: Any) -> Any:
 
 
 def _bound_value(state: _State, row: Row) -> Any:
-    """A `Ref` to the number of the bound tensor, or the constant itself."""
+    """A `Ref` with the number of the bound tensor, or the constant itself."""
     value = state.env[row.index]
     if isinstance(value, Ref):
         for n, (index, _) in enumerate(state.bound.values()):
@@ -493,9 +495,9 @@ def _reasons(b: Builder, graph: CanonicalGraph, in_place: bool) -> tuple[str, ..
     return tuple(out)
 
 
-# -- one node by itself ------------------------------------------------------------------------------------------------
+# -- a single node -----------------------------------------------------------------------------------------------------
 def operators_of(node: torch.fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(the canonical operators of a call, the reasons why it cannot be fused), whatever the rest of its graph is."""
+    """(the canonical operators of a call, the reasons why it cannot be fused), independent of the rest of its graph."""
     state = _State(Builder(), None)
     for argument in node.all_input_nodes:
         state.raw[argument] = len(state.env)
@@ -512,7 +514,7 @@ _MULTIPLE = (tuple, list)
 
 
 def _kind_of(node: torch.fx.Node) -> Kind:
-    """What is known of an argument's value, from its example if it has one, else from its own call."""
+    """What is known of an argument's value: from its example if it has one, else from its own call."""
     example = node.meta.get("val", node.meta.get("example_value"))
     if isinstance(example, torch.Tensor):
         return Kind.TENSOR

@@ -1,4 +1,4 @@
-"""Where canonical nodes are made: one `Builder` for each graph, and what every translation of a call uses."""
+"""Creates canonical nodes: one `Builder` per graph, and the methods that translations of calls use."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fuser.lazy_dataclasses import dataclass
 
 
 class Untranslatable(Exception):
-    """This call has no operator behind it; the fallback runs it as it stands."""
+    """Raised for a call without an operator; the fallback runs it as it is."""
 
 
 @dataclass
 class Builder:
-    """Nodes made so far, in order. `impure` are those that must stay though nobody reads them.
+    """Nodes created so far, in order. `impure` are those that must stay even if their values are unused.
 
-    With `lifting`, constants that may be arguments become inputs: `lifted` are their numbers, and the constants.
+    With `lifting`, constants that may be arguments become inputs; `lifted` holds (number of the input, constant).
     """
 
     lifting: bool = False
@@ -33,14 +33,14 @@ class Builder:
     impure: set[int] = field(default_factory=set)
     opaque: list[Any] = field(default_factory=list)
     mutations: list[str] = field(default_factory=list)
-    writes: list[str] = field(default_factory=list)  # of whole inputs, by copy_
+    writes: list[str] = field(default_factory=list)  # whole inputs written by copy_
     unknown: list[str] = field(default_factory=list)
     pointwise: set[int] = field(default_factory=set)
     lifted: list[tuple[int, int | float]] = field(default_factory=list)
-    results: dict[int, int] = field(default_factory=dict)  # of calls that give several tensors: how many
+    results: dict[int, int] = field(default_factory=dict)  # by call: how many tensors it returns, if several
 
     def add(self, op: str, args: Sequence[Any], kwargs: Sequence[tuple[str, Any]], kind: Kind) -> Ref:
-        """A node as it stands."""
+        """A new node with these arguments."""
         index = len(self.nodes)
         arguments = tuple(args), tuple(kwargs)
         self.nodes.append(CanonicalNode(index, op, *(map_literals(arguments) if self.lifting else arguments)))
@@ -66,14 +66,14 @@ class Builder:
         return self.kind(value) is Kind.NUMBER
 
     def aten(self, name: str, *args: Any, **kwargs: Any) -> Ref:
-        """A call of the packet `name` of ATen. Untranslatable if there is none, or none that takes the arguments."""
+        """A call of the packet `name` of ATen. Untranslatable if it does not exist or does not accept the arguments."""
         packet = packet_named(name)
         if packet is None:
             raise Untranslatable(f"aten.{name} does not exist")
         return self.packet(packet, args, kwargs)
 
     def packet(self, packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ref:
-        """A call of the overload of `packet` that takes the arguments."""
+        """A call of the overload of `packet` that accepts the arguments."""
         call = bind_packet(main_packet(packet), args, kwargs, self.kinds)
         if call is None:
             raise Untranslatable(f"no overload of {packet} takes these arguments")
@@ -104,12 +104,12 @@ class Builder:
         return ref
 
     def _lift(self, call: Call) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-        """The arguments of a call with inputs in place of constants that can be lifted."""
+        """The arguments of a call, with constants that can be lifted replaced by inputs."""
         args, kwargs = list(call.args), dict(call.kwargs)
         places = list(lifted_places(call.op, call.args, call.kwargs))
         holders: list[Any] = [args if isinstance(place, int) else kwargs for place, _ in places]
         if not all(is_literal(holder[place]) for holder, (place, _) in zip(holders, places)):
-            return call.args, call.kwargs  # computed while it was translated: the fallback could not be told
+            return call.args, call.kwargs  # computed by a translation: the fallback's row does not have them
         before = Ref(-1)
         for holder, (place, behind) in zip(holders, places):
             value = holder[place]
@@ -124,7 +124,7 @@ class Builder:
         return call.op == "aten.copy_" and isinstance(target, Ref) and self.nodes[target.index].op == "input"
 
     def opaque_call(self, op: str, what: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ref:
-        """A call that only Python can make: `op` names it, `what` is the callable where the name is not enough."""
+        """A call that only Python can run: `op` names it; `what` is the callable, unless the name is enough."""
         head: tuple[Any, ...] = () if what is None else (self.object(what),)
         spelled = tuple(self.spell(a) for a in args)
         named = sorted((k, self.spell(v)) for k, v in kwargs.items())
@@ -134,7 +134,7 @@ class Builder:
         return ref
 
     def object(self, what: Any) -> Opaque:
-        """`what` as one of the graph's opaque objects, which are told apart by identity."""
+        """`what` as one of the graph's opaque objects, which are compared by identity."""
         for i, known in enumerate(self.opaque):
             if known is what:
                 return Opaque(i, type(what).__name__)
@@ -142,7 +142,7 @@ class Builder:
         return Opaque(len(self.opaque) - 1, type(what).__name__)
 
     def spell(self, value: Any) -> Any:
-        """`value` with what has no canonical spelling replaced by `Opaque`."""
+        """`value`, with parts that have no canonical spelling replaced by `Opaque`."""
         if is_constant(value):
             return value
         if isinstance(value, (tuple, list)):
@@ -153,7 +153,7 @@ class Builder:
 
 
 def renumber(nodes: Sequence[CanonicalNode], order: Sequence[int], output: Any) -> tuple[list[CanonicalNode], Any]:
-    """The nodes of `order`, in that order, numbered from 0, and the output that reads them."""
+    """The nodes of `order`, in that order, numbered from 0; and the output with the new numbers."""
     new = {old: Ref(i) for i, old in enumerate(order)}
     refs: Callable[[Ref], Ref] = lambda r: new[r.index]  # noqa: E731
     kept = [

@@ -1,4 +1,4 @@
-"""Which ATen call a call in a graph is: operators, torch functions, tensor methods, attributes, Python on numbers."""
+"""Translates calls in a graph to ATen calls: operators, torch functions, methods, attributes, Python on numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fuser.errors import GraphError
 
 Row = Callable[..., Any]
 
-# Python's operators, by the name of their packet.
+# Python's operators: the packet of each.
 BINARY = {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
     "pow": "pow", "matmul": "matmul", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
@@ -36,7 +36,7 @@ BINARY = {
 }  # fmt: skip
 UNARY = {"neg": "neg", "pos": "positive", "invert": "bitwise_not", "abs": "abs"}
 _SWAPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
-# What the calls "host.<name>" and "sizes.<name>" do: Python on numbers and sizes, which has no operator.
+# The functions behind "host.<name>" and "sizes.<name>": Python on numbers and sizes, which has no operator.
 _PYTHON_NAMES = {"and": "and_", "or": "or_"}
 _MATH = "sqrt exp log log2 log10 sin cos tan tanh floor ceil trunc".split()
 HOST_OPS: dict[str, Callable[..., Any]] = {
@@ -52,14 +52,14 @@ _HOST_CALLS: dict[Any, str] = {
     **{getattr(torch, f"sym_{n}"): f"host.{n}" for n in ("max", "min", "int", "float", "not", "ite")},
     **{getattr(torch, f"_sym_{n}"): f"host.{n}" for n in _MATH if hasattr(torch, f"_sym_{n}")},
 }  # fmt: skip
-# The packets that a number in place of an unknown input turns into Python's operators.
+# The packets that become Python's operators if an unknown input is a number.
 HOST_OF_PACKET = {f"aten.{packet}": f"host.{n}" for n, packet in (*BINARY.items(), *UNARY.items()) if n != "matmul"}
 _CASTS = {
     "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
     "int": torch.int32, "long": torch.int64, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
     "bool": torch.bool,
 }  # fmt: skip
-# Attributes that are operators, and those that are facts of a tensor.
+# Attributes that are operators, and attributes that are facts of a tensor.
 _VIEWS = {"T": "numpy_T", "mT": "mT", "H": "matrix_H", "mH": "mH", "real": "real", "imag": "imag"}
 _FACTS = {"dtype": ("prim.dtype", Kind.DTYPE), "device": ("prim.device", Kind.DEVICE)}
 _ITEMS = {"values": 0, "indices": 1}
@@ -72,7 +72,7 @@ def translate(b: Builder, op: str, target: Any, args: Sequence[Any], kwargs: Map
         if op == "call_method":
             return _method(b, str(target), args, kwargs)
         return _function(b, target, args, kwargs)
-    except (Untranslatable, TypeError):  # TypeError: arguments that the row does not have
+    except (Untranslatable, TypeError):  # TypeError: arguments that the translation does not have
         del b.nodes[before[0] :], b.kinds[before[0] :], b.mutations[before[1] :], b.writes[before[2] :]
         b.lifted = [item for item in b.lifted if item[0] < before[0]]
         b.impure = {i for i in b.impure if i < before[0]}
@@ -113,7 +113,7 @@ def _overload(b: Builder, target: OpOverload, args: Sequence[Any], kwargs: Mappi
 
 
 def named_operator(name: str) -> OpOverload | OpOverloadPacket:
-    """The operator called "aten.add", "aten::add" or "aten.add.Tensor"."""
+    """The operator named "aten.add", "aten::add" or "aten.add.Tensor"."""
     parts = name.replace("::", ".").split(".")
     found: Any = torch.ops
     for part in parts:
@@ -147,7 +147,7 @@ def _method(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _self_in_place(name: str, args: Sequence[Any]) -> Sequence[Any]:
-    """A method's positional arguments as its operator has them: `x.where(c, other)` is where(c, x, other)."""
+    """A method's positional arguments in its operator's order: `x.where(c, other)` is where(c, x, other)."""
     n = _place_of_self(name)
     if len(args) <= n:
         raise Untranslatable("arguments before self that come as keywords")
@@ -177,7 +177,7 @@ def _dunder(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _reflected(b: Builder, name: str, x: Any, other: Any) -> Any:
-    """`x.__radd__(other)` and the like: torch swaps the operands only where their order matters."""
+    """`x.__radd__(other)` and the like: torch swaps the operands only if their order matters."""
     if name in ("add", "mul", "and", "or", "xor"):
         return _binary(b, name, x, other)
     if name == "truediv":
@@ -256,7 +256,7 @@ def _binary(b: Builder, name: str, left: Any, right: Any) -> Any:
         if not isinstance(left, Ref) and not isinstance(right, Ref):
             return HOST_OPS[f"host.{name}"](left, right)
         return b.add(f"host.{name}", (left, right), (), Kind.NUMBER)
-    if numbers == (True, False):  # what Tensor's reflected methods do
+    if numbers == (True, False):  # as Tensor's reflected methods do
         if name in _SWAPPED:
             return b.aten(_SWAPPED[name], right, left)
         if name == "sub":
@@ -269,7 +269,7 @@ def _binary(b: Builder, name: str, left: Any, right: Any) -> Any:
 
 
 def _in_place(b: Builder, name: str, x: Any, y: Any) -> Any:
-    """`x += y`: writes into a tensor, rebinds a number."""
+    """`x += y`: writes into a tensor, or rebinds a number."""
     return _binary(b, name, x, y) if b.is_number(x) else b.aten(f"{BINARY[name]}_", x, y)
 
 
@@ -286,7 +286,7 @@ def _host(b: Builder, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _power(b: Builder, x: Any, y: Any) -> Any:
-    """A power of numbers that is a float for integers too."""
+    """A power of numbers that is a float for integers, too."""
     return _binary(b, "pow", _host(b, "host.float", x), y)
 
 
@@ -314,12 +314,12 @@ _ROWS: dict[Any, Row] = {
     **{getattr(operator, n): _named(_unary, n) for n in UNARY},
     **{target: _named(_host, name) for target, name in _HOST_CALLS.items()},
     **{getattr(operator, f"i{n}"): _named(_in_place, n) for n in BINARY if hasattr(torch.Tensor, f"__i{n}__")},
-    operator.imatmul: _named(_binary, "matmul"),  # Tensor has no method for it: the product is a new tensor
+    operator.imatmul: _named(_binary, "matmul"),  # Tensor has no such method: the product is a new tensor
     operator.getitem: translate_getitem, builtins.getattr: _getattr, builtins.abs: _named(_unary, "abs"),
     builtins.len: _length, divide: _named(_binary, "truediv"), power: _power, square_root: _named(_host, "host.sqrt"),
     builtins.pow: _named(_binary, "pow"), torch.Size: _torch_size,
 }  # fmt: skip
-# Methods written in Python that do what the operators of their names do.
+# Methods written in Python that do the same as the operators of their names.
 _LIKE_THEIR_OPERATORS = frozenset({"istft", "stft", "unflatten"})
 _METHODS: dict[str, Row] = {
     "size": _size, "stride": _stride, "to": _to, "type": _type, "numel": lambda b, x: b.aten("sym_numel", x),
@@ -330,7 +330,7 @@ _METHODS: dict[str, Row] = {
 }  # fmt: skip
 
 
-# -- what only Python can run ------------------------------------------------------------------------------------------
+# -- calls that only Python can run ------------------------------------------------------------------------------------
 
 
 def _as_python(b: Builder, op: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ref:

@@ -1,6 +1,6 @@
-"""`torch.nn.functional` and the other functions written in Python: each with its own signature, as ATen calls.
+"""`torch.nn.functional` and other functions written in Python, translated from their own signatures to ATen calls.
 
-A row's Python parameters are those of the function it stands for, so that Python binds names and defaults.
+A translation has the Python parameters of its function, so that Python binds names and defaults.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _reduction(reduction: str, size_average: Any, reduce: Any) -> int:
 
 
 def _plain(name: str, parameters: str = "") -> Row:
-    """A function whose arguments after `input` are the operator's, in order, and then perhaps `inplace`."""
+    """A function whose arguments after `input` are the operator's, in order, optionally followed by `inplace`."""
     names = parameters.split()
 
     def row(b: Builder, input: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
@@ -38,7 +38,7 @@ def _plain(name: str, parameters: str = "") -> Row:
         values = {**dict(zip(names, args)), **kwargs}
         _refuse_if(set(values) - set(names), f"unknown arguments {sorted(set(values) - set(names))}")
         given = []
-        for n in names:  # up to the first that is left to its default
+        for n in names:  # up to the first that is left at its default
             if n not in values:
                 break
             given.append(values.pop(n))
@@ -48,7 +48,7 @@ def _plain(name: str, parameters: str = "") -> Row:
 
 
 def _loss(name: str, *extra: tuple[str, Any]) -> Row:
-    """loss(input, target, size_average, reduce, reduction, *extra): in the operator, reduction is third."""
+    """loss(input, target, size_average, reduce, reduction, *extra): in the operator, reduction comes third."""
 
     def row(
         b: Builder, input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean",
@@ -203,7 +203,7 @@ def _broadcast_tensors(b: Builder, *tensors: Any) -> Any:
 
 
 def _tensors(name: str) -> Row:
-    """A function of any number of tensors, given one by one or in a list."""
+    """A function of any number of tensors, given separately or as a list."""
 
     def row(b: Builder, *tensors: Any, **kwargs: Any) -> Any:
         many = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors

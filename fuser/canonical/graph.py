@@ -1,6 +1,6 @@
 """The canonical form of a fusion group: what it computes, without names, metadata, devices or sizes.
 
-Two graphs that compute the same by the same calls have one canonical graph, one text and one hash, in every process.
+Two graphs that make the same calls have one canonical graph, one text and one hash, in every process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from fuser.lazy_dataclasses import dataclass
 
 FORMAT = "fuser graph 1"
-ROUNDED = "rounded"  # key in the meta of an FX node whose result is rounded to its dtype whatever reads it
+ROUNDED = "rounded"  # key in the meta of an FX node whose result is always rounded to its dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A Python object that has no canonical text: number `index` among the graph's opaque objects."""
+    """A Python object without canonical text: number `index` among the graph's opaque objects."""
 
     index: int
     label: str
@@ -43,13 +43,14 @@ class Opaque:
 class CanonicalNode:
     """One call.
 
-    `op` is "input"; an operator's packet ("aten.add"), with ".overload" only where the packet alone would bind the
-    arguments otherwise; "getitem" (one of several results, by its number); "host.<name>" or "sizes.<name>" (Python on
+    `op` is "input"; an operator's packet ("aten.add"), with ".overload" only if the packet alone would bind the
+    arguments differently; "getitem" (one of several results, by its number); "host.<name>" or "sizes.<name>" (Python on
     numbers and sizes, see `HOST_OPS`); "prim.dtype" or "prim.device" of a tensor; or "call.<name>", "method.<name>",
     "attribute.<name>": Python that only the fallback can run.
+
     `args` are positional as in the schema, without trailing defaults; `kwargs` are the keyword-only arguments that
     differ from their defaults, sorted. Sequences are tuples; values of other nodes are `Ref`s. `rounded`: the result
-    has the bits that eager's has, also where a kernel reads it from a register (see `lowering.decisive`).
+    has eager's bits even if a kernel keeps it in a register (see `lowering.decisive`).
     """
 
     index: int
@@ -63,7 +64,7 @@ class CanonicalNode:
         return f"%{self.index} = {self.op}({', '.join(parts)}){' rounded' if self.rounded else ''}"
 
     def refs(self) -> Iterator[int]:
-        """The indices of the nodes that this one reads, repeats included."""
+        """The indices of the nodes that this node reads, with repeats."""
         for a in self.args:
             yield from refs_of(a)
         for _, v in self.kwargs:
@@ -74,8 +75,8 @@ class CanonicalNode:
 class CanonicalGraph:
     """A fusion group. The first `n_inputs` nodes are its inputs, in order; `output` is a `Ref`, a tuple or a constant.
 
-    `functional` is the caller's promise that nobody writes into inputs or outputs, so that a copy may stand for a view.
-    Compare with `==`, which compares texts.
+    `functional` is the caller's promise that inputs and outputs are not written, so that a copy may replace a view.
+    `==` compares texts.
     """
 
     nodes: tuple[CanonicalNode, ...]
@@ -120,7 +121,7 @@ class CanonicalGraph:
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """The results as a tuple, also if there is one."""
+        """The results as a tuple, even if there is only one."""
         return self.output if isinstance(self.output, tuple) else (self.output,)
 
 
@@ -154,11 +155,11 @@ def map_refs(value: Any, fn: Callable[[Ref], Any]) -> Any:
 
 
 class IntLiteral(int):
-    """An integer as it stands in a call of the graph, told apart by identity; arithmetic on it gives plain integers."""
+    """An integer literal in a call of the graph, compared by identity; arithmetic on it gives plain integers."""
 
 
 class FloatLiteral(float):
-    """A float as it stands in a call of the graph."""
+    """A float literal in a call of the graph."""
 
 
 _PLAIN = (
@@ -168,7 +169,7 @@ _PLAIN = (
 
 
 def is_constant(value: Any) -> bool:
-    """Whether `value` is one that canonical text can spell."""
+    """Whether canonical text can spell `value`."""
     kind = type(value)
     if kind in _PLAIN or kind in (Ref, Opaque, torch.device, type(Ellipsis)):
         return True
@@ -180,7 +181,7 @@ def is_constant(value: Any) -> bool:
 
 
 def text_of(value: Any) -> str:
-    """The stable spelling of a canonical value: 2, 2.0 and True differ."""
+    """The stable spelling of a canonical value; 2, 2.0 and True differ."""
     if isinstance(value, tuple):
         inner = ", ".join(text_of(v) for v in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"

@@ -29,7 +29,7 @@ def translate_getitem(b: Builder, base: Any, index: Any) -> Any:
 
 
 def _with_dims_for(b: Builder, base: Any, items: list[Any]) -> Any:
-    """`base`, seen to have a dim for each item: a `:` asks for one and leaves it, and other items look at theirs."""
+    """`base`, checked to have a dim for each item: a `:` needs one but changes nothing; other items check their own."""
     taking = [item for item in items if item is not None and item is not Ellipsis]
     last = taking if Ellipsis in items else taking[-1:]
     if not any(isinstance(item, slice) and item == slice(None) for item in last):

@@ -1,4 +1,4 @@
-"""A canonical graph, run node by node by torch: says what canonical text means, apart from any fallback or kernel."""
+"""Runs a canonical graph node by node with torch: the meaning of its text, independent of fallback and kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fuser.canonical.graph import CanonicalGraph, CanonicalNode, map_refs
 from fuser.errors import Unsupported
 from fuser.reasons import because
 
-# What has no packet that can be called on plain tensors.
+# Operators without a packet that can be called on plain tensors.
 _FACTS: dict[str, Callable[..., Any]] = {
     "aten.sym_size": lambda x, dim=None: tuple(x.shape) if dim is None else x.shape[dim],
     "aten.sym_stride": lambda x, dim=None: x.stride() if dim is None else x.stride(dim),
@@ -26,7 +26,7 @@ _FACTS: dict[str, Callable[..., Any]] = {
 
 
 def interpret(graph: CanonicalGraph, inputs: Sequence[Any]) -> Any:
-    """The results of `graph` on all its inputs, bound ones first. Unsupported if it holds what only Python can run."""
+    """The results of `graph` on all its inputs, bound ones first. Unsupported for calls that only Python can run."""
     values = list(inputs)
     for node in graph.calls:
         args = map_refs(node.args, lambda r: values[r.index])
@@ -36,7 +36,7 @@ def interpret(graph: CanonicalGraph, inputs: Sequence[Any]) -> Any:
 
 
 def find_operator(node: CanonicalNode) -> Callable[..., Any]:
-    """What torch runs for a canonical node."""
+    """The function that torch runs for a canonical node. Unsupported if only the fallback can run it."""
     if node.op in _FACTS or node.op in HOST_OPS:
         return _FACTS.get(node.op) or HOST_OPS[node.op]
     found: Any = torch.ops

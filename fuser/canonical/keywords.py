@@ -1,4 +1,4 @@
-"""Keywords that no form of a call takes: a mistake of the graph's author, told when the graph is registered."""
+"""Finds keywords that no overload of a call has: a mistake in the graph, reported when the graph is registered."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 from fuser.canonical.aliases import overloads_named
 
-# Names that torch's parser of arguments takes beside those of the schemas.
+# Names that torch's argument parser accepts beside those of the schemas.
 _EVERYWHERE = frozenset("out dtype device layout requires_grad pin_memory memory_format names self input".split())
 _NUMPY = frozenset("axis keepdims x a x1 x2".split())
 
 
 def unknown_keyword(target: Any, given: Iterable[str]) -> str | None:
-    """A sentence about a keyword that `target`, a function of torch or a method's name, does not take; else None."""
+    """A message about a keyword that `target`, a function of torch or a method's name, does not have; else None."""
     known = _known(target)
     wrong = [name for name in given if name not in known] if known is not None else []
     if not wrong or known is None:
@@ -32,7 +32,7 @@ def unknown_keyword(target: Any, given: Iterable[str]) -> str | None:
 
 
 def _known(target: Any) -> frozenset[str] | None:
-    """All keywords of any form of a call; None where nobody can say."""
+    """All keywords of all forms of a call; None if they are not known."""
     if isinstance(target, str):
         method = getattr(torch.Tensor, target, None)
         return _of_python(method) if inspect.isfunction(method) else _of_builtin(method, target, torch)
@@ -44,9 +44,9 @@ def _known(target: Any) -> frozenset[str] | None:
 
 
 def _of_builtin(function: Any, name: str, beside: Any = None) -> frozenset[str] | None:
-    """Those of the schemas, and what the binding's own documentation names, such as `as_tuple` of `nonzero`.
+    """The keywords in the schemas, and the words in the binding's documentation, such as `as_tuple` of `nonzero`.
 
-    A method's documentation may point to that of the function in `beside`.
+    A method's documentation may refer to the function of the same name in `beside`.
     """
     known = _of_packet(name) if function is not None else None
     texts = [f.__doc__ or "" for f in (function, getattr(beside, name, None))]

@@ -1,8 +1,8 @@
-"""Constants that become arguments, as sizes are.
+"""Lifts constants, which become arguments as sizes are.
 
-The first graph of a form keeps its constants. A second graph, equal but for the constants named here, takes
-them as inputs, which are bound at registration like the graph's own tensors; all later graphs share its kernels. So a
-loop over time, or fifty scales, has two kernels, and a graph that is the only one of its form keeps its constants.
+The first graph of a form keeps its constants. A second graph, equal except for the constants named here, has them as
+inputs, which are bound at registration like the graph's own tensors; all later graphs share its kernels. So a loop over
+time, or fifty scales, has two kernels, and a graph that is the only one of its form keeps its constants.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, FloatLiteral, IntLiteral, text_of
 
-SMALL_SIZE = 16  # a slice of at most this many elements keeps its size: its loops are unrolled, and size 1 broadcasts
-NO_END = 1 << 62  # an end of a slice that says "all"
+SMALL_SIZE = 16  # a slice of at most so many elements keeps its size: its loops are unrolled, and size 1 broadcasts
+NO_END = 1 << 62  # end of a slice that means "all"
 MOST_WHOLE = 127  # the largest integer that fits every dtype: eager raises for a number that overflows
 MOST = 65504.0  # the largest float that fits every dtype
 
@@ -32,12 +32,12 @@ def is_literal(value: Any) -> bool:
 
 
 def plain(value: int | float) -> int | float:
-    """A number without its mark."""
+    """The number without its mark."""
     return int(value) if isinstance(value, int) else float(value)
 
 
 def map_literals(value: Any, fn: Callable[[Any], Any] = plain) -> Any:
-    """`value` with `fn(literal)` in place of each literal; without marks if no `fn` is given."""
+    """`value` with each literal replaced by `fn(literal)`; by plain numbers if `fn` is not given."""
     if is_literal(value):
         return fn(value)
     if isinstance(value, (tuple, list)):
@@ -50,14 +50,14 @@ def map_literals(value: Any, fn: Callable[[Any], Any] = plain) -> Any:
     return value
 
 
-# -- which ones --------------------------------------------------------------------------------------------------------
+# -- which constants ---------------------------------------------------------------------------------------------------
 def _is_index(value: Any) -> bool:
-    """0 and -1 are not lifted: a slice from 0 is aligned, and often is the whole dim."""
+    """Whether an index is lifted. 0 and -1 are not: a slice from 0 is aligned, and often is the whole dim."""
     return isinstance(value, int) and not isinstance(value, bool) and value not in (0, -1) and abs(value) < NO_END
 
 
 def _is_number(value: Any) -> bool:
-    """0 and powers of two are not lifted: products with them are exact, and quotients become products."""
+    """Whether a number is lifted. Not 0 or powers of two: products with them are exact, quotients become products."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return False
     most = MOST if isinstance(value, float) else MOST_WHOLE
@@ -69,7 +69,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _is_limit(value: Any) -> bool:
-    """A negative integer does not fit uint8: what a clamp makes of it depends on torch's version."""
+    """Whether a limit is lifted. Not a negative integer: its clamp in uint8 depends on torch's version."""
     return _is_number(value) and (isinstance(value, float) or value >= 0)
 
 
@@ -97,12 +97,12 @@ _RULES: dict[str, Rule] = {
     **{f"aten.{n}": (_is_float, ("value",)) for n in ("addcmul", "addcdiv")},
     **{f"aten.{n}": (_is_float, (1, 2)) for n in ("hardtanh", "threshold")},
 }
-# Slices: where the start stands; the end follows.
+# Slices: the position of the start; the end follows.
 _SLICES = {"aten.slice": 2, "aten.slice_copy": 2, "aten.slice_scatter": 3}
 
 
 def lifted_places(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Iterator[Place]:
-    """The arguments of a call that are lifted: (number or name, None), or (number, distance from the one before)."""
+    """The arguments of a call that are lifted: (number or name, None), or (number, distance from the previous one)."""
     if op in _SLICES:
         yield from _of_slice(_SLICES[op], args)
     test, places = _RULES.get(op, (_is_number, ()))
@@ -116,7 +116,7 @@ def lifted_places(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any],
 
 
 def _of_slice(at: int, args: tuple[Any, ...]) -> Iterator[Place]:
-    """A start and an end of equal sign are lifted together: their distance, the result's size, stays known."""
+    """The lifted ends of a slice: both, if they have equal signs, so that their distance, the size, stays known."""
     start, end = (*args[at : at + 2], None, None)[:2]
     if _is_index(start):
         if end is None or isinstance(end, int) and end >= NO_END:
@@ -128,9 +128,9 @@ def _of_slice(at: int, args: tuple[Any, ...]) -> Iterator[Place]:
         yield at + 1, None
 
 
-# -- which graph -------------------------------------------------------------------------------------------------------
+# -- which graphs ------------------------------------------------------------------------------------------------------
 def skeleton(graph: CanonicalGraph) -> str | None:
-    """The text of a graph without the constants that may be lifted; None if it has none of these, or no input."""
+    """The text of a graph without constants that may be lifted; None if it has no such constants, or no input."""
     lines: list[str] = []
     found = False
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Which calls write into tensors that existed before: asked of schemas, and for Python's callables of closed tables.
+"""Which calls write into existing tensors: by schema, and for Python callables by closed tables.
 
 A call that neither a schema nor a table knows counts as one that may write.
 """
@@ -23,7 +23,7 @@ from fuser.lazy_dataclasses import dataclass
 
 
 class Effect(enum.Enum):
-    """What a call does to tensors that existed before it."""
+    """The effect of a call on tensors that existed before it."""
 
     NONE = "writes none"
     WRITES = "may write some"
@@ -40,12 +40,12 @@ _IN_PLACE = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmu
 _IN_PLACE_METHODS = frozenset(f"__i{n}__" for n in (*_IN_PLACE, "div") if hasattr(torch.Tensor, f"__i{n}__"))
 _IN_PLACE_OPERATORS = {getattr(operator, f"i{n}"): f"__i{n}__" in _IN_PLACE_METHODS for n in _IN_PLACE}
 _SETTERS = frozenset({operator.setitem, operator.delitem})
-# Methods of tensors that no schema describes, or describes in full, and that write data, gradients or flags.
+# Methods of tensors without a complete schema that write data, gradients or flags.
 _WRITING_METHODS = frozenset(
     "__setitem__ __delitem__ __setstate__ apply_ map_ map2_ share_memory_ module_load backward retain_grad".split()
 )
 _PURE_BUILTINS = "abs bool divmod float getattr int isinstance len max min pow round sum".split()
-# Norms write their running statistics in training, which their schemas do not declare: the argument that says so.
+# Norms write their running statistics in training, which their schemas do not declare: the argument that decides.
 _TRAINED = {
     "aten::batch_norm": "training", "aten::native_batch_norm": "training", "aten::cudnn_batch_norm": "training",
     "aten::miopen_batch_norm": "training", "aten::_batch_norm_impl_index": "training",
@@ -71,19 +71,19 @@ def _pure() -> frozenset[Any]:
 
 @functools.cache
 def _functions() -> frozenset[Any]:
-    """torch's functions written in Python that write only what their arguments ask for."""
+    """torch's functions written in Python that write only if their arguments request it."""
     found = {v for m in (F, torch.functional) for v in vars(m).values() if inspect.isfunction(v)}
     return frozenset(found - {vars(F)["_no_grad_embedding_renorm_"]})
 
 
 @functools.cache
 def _parameters(function: Any) -> tuple[str, ...]:
-    """The names of a function's parameters. Those of all `_functions` would cost 3 ms of a process's first graph."""
+    """The names of a function's parameters. Computing them for all `_functions` would add 3 ms to the first graph."""
     return tuple(inspect.signature(function).parameters)
 
 
 def effect(op: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Effect:
-    """What an FX call does to tensors that existed before it; of a method, as a method of tensors."""
+    """The effect of an FX call on tensors that existed before it; a method is taken as one of tensors."""
     if op == "call_method":
         return _of_method(str(target), args, kwargs)
     if op != "call_function":
@@ -137,12 +137,12 @@ def _is_trained(given: Mapping[str, Any], flag: str, default: bool) -> bool:
 
 @dataclass(frozen=True)
 class _Overload:
-    """What an overload's schema says of writes. `returned`: it returns the one argument that it writes, its first."""
+    """The writes in an overload's schema. `returned`: it returns the one argument that it writes, its first."""
 
     positional: tuple[str, ...]
-    needed: tuple[str, ...]  # by keyword
+    needed: tuple[str, ...]  # keyword-only
     written: tuple[str, ...]
-    lists: frozenset[str]  # of those written
+    lists: frozenset[str]  # those of `written` that are lists
     returned: bool
     trained: str | None
 
@@ -175,13 +175,13 @@ def _overload(schema: Any) -> _Overload:
 
 
 def _of_schemas(overloads: Sequence[_Overload], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Effect:
-    """What all overloads say that may take the arguments; if they disagree, that it may write."""
+    """The common effect of all overloads that accept the arguments; WRITES if they disagree."""
     found = {e for o in overloads if (e := _of_schema(o, args, kwargs)) is not None}
     return found.pop() if len(found) == 1 else Effect.WRITES
 
 
 def _of_schema(overload: _Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Effect | None:
-    """What a call of an overload does; None for arguments that it does not take."""
+    """The effect of a call of an overload; None if it does not accept the arguments."""
     given: dict[str, Any] = {**dict(zip(overload.positional, args)), **kwargs}
     if any(name not in given for name in overload.needed):
         return None
@@ -194,7 +194,7 @@ def _of_schema(overload: _Overload, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def in_place_twin(target: Any) -> OpOverload | None:
-    """The overload of the same name that writes its first argument, as `relu_` for `relu`; None if there is none."""
+    """The overload that writes its first argument, such as `relu_` for `relu`; None if there is none."""
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return None
     packet = getattr(torch.ops.aten, f"{target._opname}_", None)

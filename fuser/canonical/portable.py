@@ -1,7 +1,7 @@
-"""Graphs as data for another process: calls by the names of their targets, values as JSON. Reading it runs nothing.
+"""Graphs as data for another process: calls by the names of their targets, values as JSON. Decoding runs no code.
 
 A target is an operator ("aten::add.Tensor", or "aten::add" for a packet), or a function of a closed list of modules
-("torch:relu", "operator:add"). What is not among them has no name here: GraphError.
+("torch:relu", "operator:add"). Other targets have no name: GraphError.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def name_of(target: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def target_of(name: str) -> Any:
-    """The operator or function of a name. GraphError if there is none in this process."""
+    """The operator or function with this name. GraphError if there is none in this process."""
     if "::" in name:
         space, _, rest = name.partition("::")
         if space == "fuser":
-            import_at_rest("fuser.ops")  # which registers the package's own
+            import_at_rest("fuser.ops")  # registers the package's operators
         packet, _, overload = rest.partition(".")
         plain = space.isidentifier() and not space.startswith("__") and packet.isidentifier()
         found = getattr(getattr(torch.ops, space, None), packet, None) if plain else None
@@ -94,10 +94,10 @@ def _names() -> dict[Any, str]:
 
 # -- values ------------------------------------------------------------------------------------------------------------
 def encode_value(value: Any) -> Any:
-    """An argument of a call as JSON; `Ref`s are {"ref": number}. GraphError if it holds a Python object."""
+    """An argument of a call as JSON; `Ref`s are {"ref": number}. GraphError for an unknown Python object."""
     if value is None or type(value) in (bool, int, str):
         return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):  # marked literals, too
+    if isinstance(value, (int, float)) and not isinstance(value, bool):  # including marked literals
         plain = int(value) if isinstance(value, int) else float(value)
         return plain if math.isfinite(plain) else {"float": repr(plain)}
     if isinstance(value, Ref):
@@ -123,7 +123,7 @@ def encode_value(value: Any) -> Any:
 
 
 def decode_value(data: Any, ref: Callable[[int], Any] = Ref) -> Any:
-    """The value of JSON that `encode_value` wrote; `ref(number)` in place of references. GraphError if it is none."""
+    """The value of JSON from `encode_value`, with references replaced by `ref(number)`. GraphError for other JSON."""
     if data is None or isinstance(data, (bool, int, float, str)):
         return data
     if isinstance(data, list):
@@ -172,9 +172,9 @@ _DECODERS: dict[str, Callable[[Any, Callable[[int], Any]], Any]] = {
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
 def encode_graph(registered: Registered) -> dict[str, Any]:
-    """A registered graph as JSON, without what is bound to it: that becomes its first inputs.
+    """A registered graph as JSON. Its bound values are not included; they become its first inputs.
 
-    GraphError if it holds Python objects that have no name.
+    GraphError if it holds Python objects without names.
     """
     kinds = [int(kind is Kind.NUMBER) for kind in registered.kinds]
     place = {row.index: at for at, row in enumerate(registered.rows)}
@@ -213,9 +213,9 @@ def _encode_row(row: Row, place: dict[int, int]) -> list[Any]:
 
 
 def decode_graph(data: Any, n_bound: int) -> torch.fx.Graph:
-    """The graph of JSON that `encode_graph` wrote; its first `n_bound` inputs are those that were bound.
+    """The graph of JSON from `encode_graph`; its first `n_bound` inputs are the bound ones.
 
-    GraphError if it is none.
+    GraphError for other JSON.
     """
     try:
         return _decode_graph(data, n_bound)
@@ -225,7 +225,7 @@ def decode_graph(data: Any, n_bound: int) -> torch.fx.Graph:
 
 def _decode_graph(data: Any, n_bound: int) -> torch.fx.Graph:
     graph = torch.fx.Graph()
-    # The order of the bound inputs is that of their numbers, whichever of their rows comes first.
+    # Bound inputs are ordered by their numbers, not by their rows.
     numbers = {row[1] for row in data["rows"] if row[0] == "bound" and row[2]}
     bound = [graph.placeholder(f"bound_{i}", int if i in numbers else None) for i in range(n_bound)]
     values: list[Any] = []

@@ -1,4 +1,4 @@
-"""Operators' schemas: which overload a call means, and its arguments in the schema's order without the defaults."""
+"""Operators' schemas: the overload that a call means, and its arguments in the schema's order without defaults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One argument of a schema. `length` is n of `int[n]`, which takes a single number for n equal ones."""
+    """One argument of a schema. `length` is the n of `int[n]`, which accepts a single number for n equal ones."""
 
     name: str
     element: str
@@ -45,7 +45,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What matters here of one overload's schema. `varargs`: the last positional argument is a list of any length."""
+    """The relevant parts of an overload's schema. `varargs`: the last positional argument is a list of any length."""
 
     packet: str
     overload: str
@@ -56,7 +56,7 @@ class Signature:
     random: bool
     pointwise: bool
     result: Kind
-    results: int  # how many tensors it gives one by one; 1 for one value of any kind
+    results: int  # number of tensors, if it returns several; else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,11 @@ _ELEMENT_TYPES: dict[str, tuple[type, ...]] = {
     "MemoryFormat": (torch.memory_format,),
 }
 _RESULTS = {"Tensor": Kind.TENSOR, "List[Tensor]": Kind.TENSORS, "List[int]": Kind.SIZES}
-# Arguments for which one value means the same as leaving them out.
+# Arguments with a value that means the same as leaving them out.
 _NEUTRAL = {"layout": torch.strided, "pin_memory": False, "non_blocking": False}
-# Names that torch's Python functions take for a schema's own.
+# Names that torch's Python functions accept for a schema's own.
 _ALIASES = {"input": "self", "axis": "dim", "keepdims": "keepdim", "x": "self", "x1": "self", "x2": "other"}
-# Operators for which eager takes a number where the schema says Tensor.
+# Operators for which eager accepts a number where the schema says Tensor.
 NUMBERS_AS_TENSORS = frozenset(
     f"aten.{name}" for name in "add sub mul div subtract multiply divide true_divide floor_divide".split()
 )
@@ -144,7 +144,7 @@ def signature(overload: OpOverload) -> Signature:
 
 @functools.cache
 def signatures(packet: OpOverloadPacket) -> tuple[Signature, ...]:
-    """The overloads of a packet that compute on tensors or make them, those that write into `out` last."""
+    """The overloads of a packet that compute on tensors or create them; those that write into `out` come last."""
     every = [signature(getattr(packet, name)) for name in packet.overloads()]  # type: ignore[no-untyped-call]
     about = [s for s in every if _about_tensors(s)]
     return tuple(sorted(about or every, key=lambda s: s.mutable))
@@ -168,7 +168,7 @@ def _accepts_one(element: str, value: Any, kinds: Sequence[Kind]) -> bool:
 
 
 def accepts(p: Param, value: Any, kinds: Sequence[Kind]) -> bool:
-    """Whether a value of this constant, or of a node of this kind, may be given for `p`."""
+    """Whether `p` accepts this constant, or a node of this kind."""
     if value is None:
         return p.optional
     if not p.is_list:
@@ -185,7 +185,7 @@ def accepts(p: Param, value: Any, kinds: Sequence[Kind]) -> bool:
 
 
 def same_constant(a: Any, b: Any) -> bool:
-    """Equality that tells 1, 1.0 and True apart."""
+    """Equality that distinguishes 1, 1.0 and True."""
     if type(a) is not type(b):
         return False
     if isinstance(a, tuple):
@@ -194,7 +194,7 @@ def same_constant(a: Any, b: Any) -> bool:
 
 
 def _slots(s: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Arguments by the schema's names, or None if their number or names do not fit."""
+    """Arguments by the schema's names; None if their number or names do not fit."""
     if len(args) > s.n_positional:
         if not s.varargs:
             return None
@@ -216,7 +216,7 @@ def _slots(s: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
 
 
 def _normal(p: Param, value: Any, kinds: Sequence[Kind]) -> Any:
-    """`value` as `p` spells it: lists as tuples, one number for `int[n]` n times, devices as devices."""
+    """`value` in the form that `p` has: lists as tuples, one number for `int[n]` n times, devices as devices."""
     if isinstance(value, list):
         value = tuple(value)
     if p.is_list and value is not None and not isinstance(value, tuple):
@@ -260,7 +260,7 @@ def _bound(s: Signature, given: Mapping[str, Any], kinds: Sequence[Kind], op: st
 def bind_packet(
     packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[Kind]
 ) -> Call | None:
-    """The call of the first overload that takes these arguments, or None."""
+    """The call of the first overload that accepts these arguments; None if there is none."""
     candidates = signatures(packet)
     slots = [_slots(s, args, kwargs) for s in candidates]
     for s, given in zip(candidates, slots):
@@ -281,7 +281,7 @@ def bind_packet(
 def bind_overload(
     overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[Kind]
 ) -> Call | None:
-    """The call of this overload, or None if the number or the names of the arguments do not fit its schema.
+    """The call of this overload; None if the number or the names of the arguments do not fit its schema.
 
     Its `op` is the packet's name if the packet alone would give each argument the same meaning.
     """
@@ -306,5 +306,5 @@ def _first_fit(packet: OpOverloadPacket, call: Call, kinds: Sequence[Kind]) -> S
 
 
 def _layout(s: Signature, call: Call) -> tuple[str, ...]:
-    """The names that positional arguments get; overloads of one packet spell the same argument the same."""
+    """The names that positional arguments get; overloads of one packet use the same name for the same argument."""
     return tuple(p.name for p in s.params[: len(call.args)])

@@ -1,7 +1,7 @@
-"""How a graph's calls are written, as far as a caller can see it.
+"""The spelling of a graph's calls, as far as a caller can observe it.
 
-Every spelling of a call is one ATen operator, so graphs in different spellings share kernels. Where all operands of a
-call are numbers, spellings differ: `2.5 * 2` is a number, `torch.mul(2.5, 2)` a tensor, `(2.5).mul(2)` an error.
+Every spelling of a call is one ATen operator, so graphs in different spellings share kernels. If all operands of a call
+are numbers, spellings differ: `2.5 * 2` is a number, `torch.mul(2.5, 2)` a tensor, `(2.5).mul(2)` an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The form of a graph's arguments and results, around the flat ones that its nodes have.
+"""The nested form of a graph's arguments and results, whose nodes have flat ones.
 
-Equal forms are equal objects: they are a part of what tells two registrations apart.
+Equal forms are equal objects: they are part of what distinguishes two registrations.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fuser.canonical.graph import is_constant
 from fuser.errors import InputError
 from fuser.lazy_dataclasses import dataclass
 
-# Calls that return several tensors: the class that holds these, and a node for each.
+# For calls that return several tensors: the class of the result, and a node for each tensor.
 Apart = dict[torch.fx.Node, tuple[type, list[torch.fx.Node]]]
 Form = tuple[Any, ...]  # ("result", number), ("constant", type, value), or (kind, class or keys, forms of the items)
 
 
 @dataclass(frozen=True)
 class Results:
-    """Makes what a graph returns of the tuple of its different results: containers in containers, and constants."""
+    """Builds a graph's return value from the tuple of its distinct results: nested containers, and constants."""
 
     form: Form
 
@@ -32,7 +32,7 @@ class Results:
 
 
 def form_of(value: Any, numbers: dict[torch.fx.Node, int], apart: Apart) -> Form | None:
-    """The form of an output's argument, whose nodes get numbers; None if it holds something that has no form here."""
+    """The form of an output's argument, whose nodes are numbered; None if it holds an object that has no form here."""
     if isinstance(value, torch.fx.Node):
         if value in apart:
             cls, nodes = apart[value]
@@ -65,14 +65,14 @@ def _filled(form: Form, results: Sequence[Any]) -> Any:
     return what._make(items) if hasattr(what, "_make") else what(items)
 
 
-# -- graphs with containers around flat inputs and results: of torch.export, of traces of functions that take some ----
+# -- graphs with containers around flat inputs and results: from torch.export, or traced with containers ---------------
 def _items(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     """The forms inside a form."""
     return list(spec.children() if hasattr(spec, "children") else spec.children_specs)
 
 
 class _Spec:
-    """A tree of containers, equal to those of the same form."""
+    """A tree of containers, equal to trees of the same form."""
 
     def __init__(self, spec: pytree.TreeSpec) -> None:
         self.spec = spec
@@ -85,7 +85,7 @@ class _Spec:
 
 
 class Unflattened(_Spec):
-    """Makes the containers that the program returns of its graph's results."""
+    """Builds the containers that the program returns from its graph's results."""
 
     def __init__(self, spec: pytree.TreeSpec, flat: Callable[[Any], Any] | None) -> None:
         super().__init__(spec)
@@ -102,10 +102,10 @@ class Unflattened(_Spec):
 
 
 class Flattened(_Spec):
-    """Makes a graph's flat inputs of the arguments of the program that it was made of."""
+    """Flattens the arguments of an exported program to its graph's inputs."""
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The inputs in order. InputError if the arguments are of another form."""
+        """The inputs in order. InputError if the arguments have another form."""
         names: list[str] = list(_items(self.spec)[1].context)
         if set(names) == set(kwargs):
             kwargs = {name: kwargs[name] for name in names}
@@ -116,7 +116,7 @@ class Flattened(_Spec):
 
 
 def exported_forms(graph: torch.fx.Graph) -> tuple[pytree.TreeSpec, pytree.TreeSpec] | None:
-    """The forms of the arguments, (positional, by name), and of the results of such a graph; None for others."""
+    """The forms of the arguments, (positional, by name), and of the results of such a graph; None for other graphs."""
     codegen = graph._codegen
     info = codegen.pytree_info if type(codegen) is _PyTreeCodeGen else None
     if info is None or info.out_spec is None or info.in_spec.type is not tuple:
@@ -127,23 +127,23 @@ def exported_forms(graph: torch.fx.Graph) -> tuple[pytree.TreeSpec, pytree.TreeS
 
 
 def _has_names(spec: pytree.TreeSpec) -> bool:
-    """Whether a form is one of positional arguments and of arguments by name: as torch's own generated code asks."""
+    """Whether a form is (positional arguments, arguments by name), by the test in torch's own generated code."""
     items = _items(spec)
     return len(items) == 2 and items[0].type is tuple and items[1].type is dict
 
 
 def _without_names(spec: pytree.TreeSpec) -> pytree.TreeSpec:
-    """The form of the same positional arguments, and of none by name."""
+    """The form of the same positional arguments, with no arguments by name."""
     return pytree.tree_structure((pytree.tree_unflatten([0] * spec.num_leaves, spec), {}))
 
 
 def is_tuple_of_leaves(spec: pytree.TreeSpec) -> bool:
-    """Whether this is the form of a tuple without containers in it."""
+    """Whether this is the form of a tuple without nested containers."""
     return spec.type is tuple and all(item.is_leaf() for item in _items(spec))
 
 
 def takes_of(spec: pytree.TreeSpec) -> Flattened | None:
-    """What flattens arguments of this form; None if they are flat."""
+    """The function that flattens arguments of this form; None if they are flat."""
     positional, named = _items(spec)
     return None if is_tuple_of_leaves(positional) and not named.num_children else Flattened(spec)
 

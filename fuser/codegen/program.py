@@ -1,4 +1,4 @@
-"""Launch programs: what both devices' generators share. Sizes become slots, facts become checks and guards."""
+"""Builds launch programs, for all devices: sizes become slots, facts become checks and guards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fuser.lowering.inputs import NumberInput, TensorInput
 
 
 def entry_name(number: int, name: str, comment: str) -> str:
-    """What the kernel `name`, with this number in its group, is called in code and in profiles.
+    """The name of a kernel in code and in profiles; `number` is its number in its group.
 
     It ends in the first digits of the group's hash, which `debug.explain` shows; `comment` is the group's graph.
     """
@@ -40,7 +40,7 @@ def entry_name(number: int, name: str, comment: str) -> str:
 
 
 class Named(Protocol):
-    """A buffer, as far as a launch program refers to it."""
+    """The properties of a buffer that a launch program refers to."""
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class ProgramBuilder:
         return self.lowered.ctx
 
     def bind_inputs(self) -> None:
-        """Patterns for all arguments; every fact that a symbol got is checked."""
+        """Add patterns for all arguments, and a guard for every fact about a symbol."""
         for number, record in enumerate(self.lowered.inputs):
             if isinstance(record, NumberInput):
                 self._bind_number(record)
@@ -86,13 +86,13 @@ class ProgramBuilder:
         self.patterns.append(InputPattern(record.kind, slot=slot))
 
     def align(self, names: Collection[str]) -> None:
-        """Take only inputs that start at a multiple of 16 bytes for the tensor inputs `names`. Before `finish`."""
+        """Require addresses divisible by 16 bytes for the tensor inputs `names`. Call it before `finish`."""
         for number, record in enumerate(self.lowered.inputs):
             if f"in{number}" in names and isinstance(record, TensorInput):
                 self.patterns[number] = dataclasses.replace(self.patterns[number], aligned=True)
 
     def guard(self, relation: str, a: Expr, b: Expr) -> None:
-        """Take only arguments for which `a relation b` holds ("eq", "ne", "lt", "le")."""
+        """Require that `a relation b` holds for the arguments ("eq", "ne", "lt", "le")."""
         a, b = self.ctx.canon(a), self.ctx.canon(b)
         if a.as_int() is not None and b.as_int() is not None:
             return
@@ -116,7 +116,7 @@ class ProgramBuilder:
         own = e.as_symbol()
         if own is not None and own not in self.slots:
             return Bind(self._slot(own))
-        # What is known of a symbol may be another that comes later; of one without a slot it is a number.
+        # A symbol's fact may refer to a symbol that is bound later; a symbol without a slot is replaced by its fact.
         known = substitute(e, {s: self.ctx.canon(expr(s)) for s in symbols(e) if s not in self.slots})
         return Check(program(known, self.slots))
 
@@ -127,13 +127,13 @@ class ProgramBuilder:
         self, name: str, dtype: torch.dtype, size: Sequence[Expr], stride: Sequence[Expr], output: bool,
         counters: bool = False,
     ) -> None:
-        """Memory to allocate for `name`."""
+        """Add a buffer for `name`, to be allocated at each launch."""
         self.pointers[name] = self.n_inputs + len(self.buffers)
         sizes, strides = (tuple(self.code(s) for s in dims) for dims in (size, stride))
         self.buffers.append(BufferPattern(dtype, sizes, strides, output, counters))
 
     def add_buffers(self, buffers: Sequence[Buffer]) -> None:
-        """Memory for the scheduled buffers; outputs of the graph are torch's, the rest temporaries."""
+        """Add memory for the scheduled buffers: outputs of the graph are torch's, the others are temporaries."""
         outputs = {name for kind, name in self.lowered.outputs if kind == "buffer"}
         for b in buffers:
             if b.name in outputs:
@@ -152,11 +152,11 @@ class ProgramBuilder:
         return program(self.ctx.canon(e), self.slots)
 
     def step(self, entry: str, units: Expr, work: Expr, scratch: Expr, gpu: GpuLaunch | None = None) -> Step:
-        """One launch."""
+        """One step, which launches a kernel."""
         return Step(entry, self.code(units), self.code(work), self.code(scratch), gpu)
 
     def finish(self, steps: Sequence[Step], buffers: Iterable[Named], single: bool) -> LaunchProgram:
-        """The complete program; `buffers` are those added, in order."""
+        """The complete program; `buffers` are the added buffers, in order."""
         at = {b.name: i for i, b in enumerate(buffers)}
         outputs = tuple((kind, at[name] if kind == "buffer" else name) for kind, name in self.lowered.outputs)
         return LaunchProgram(
@@ -166,7 +166,7 @@ class ProgramBuilder:
 
 
 def result_strides(ctx: LoweringContext, b: Buffer) -> tuple[Expr, ...]:
-    """Dense strides as torch gives them to results, where a size of 0 counts as 1."""
+    """The dense strides that torch gives to results, where a size of 0 counts as 1."""
     size = ctx.result_sizes.get(b.name, b.size)
     at_least_one = tuple(s if s.as_int() else maximum(s, 1) for s in size)
     return strides_of(at_least_one, ctx.result_orders.get(b.name, b.order))

@@ -1,8 +1,8 @@
-"""The IR as `torch.fx` graphs that run: a whole lowered graph, and the body of one loop.
+"""The IR as runnable `torch.fx` graphs: a whole lowered graph, and the body of one loop.
 
-Each row is a node, and what it calls is a function here or in `fx_ops`, which tools for FX graphs may replace. Nothing
+Each row is a node that calls a function of this module or of `fx_ops`, which tools for FX graphs may replace. Nothing
 is fused, and sizes are computed from the arguments, so a module runs for every size of its class.
-`fuser.ir.interpreter` has the same meanings; the two are compared by tests.
+`fuser.ir.interpreter` gives rows the same meaning; tests compare the two.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fuser.ir.nodes import Buffer, Loops, Reduction, Scan, Scatter
 from fuser.ir.sizes import LOOP, Expr, Sym
 
 
-# -- what nodes call ---------------------------------------------------------------------------------------------------
+# -- functions that nodes call -----------------------------------------------------------------------------------------
 def point(dim: int, *domain: int) -> torch.Tensor:
     """Loop variable number `dim` at every point of `domain`."""
     return torch.arange(domain[dim]).reshape([n if d == dim else 1 for d, n in enumerate(domain)])
 
 
 def load(source: torch.Tensor, *index: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """The elements at `index`, in compute dtype; 0 where `mask` does not hold. OutOfRange if an index is not inside."""
+    """The elements at `index`, in compute dtype; 0 where `mask` is False. OutOfRange if an index is out of range."""
     return Memory({"": source}).load("", tuple(map(torch.as_tensor, index)), mask)
 
 
@@ -41,12 +41,12 @@ def const(text: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
-    """A number among the inputs."""
+    """The value of a scalar input, in `dtype`."""
     return torch.tensor(value, dtype=torch.float64).to(dtype)
 
 
 def indirect(value: torch.Tensor, size: int, checked: bool, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """`value` as an index of a dim of `size`: wrapped if negative, 0 if out of range. OutOfRange if `checked`."""
+    """`value` as an index into a dim of `size`: wrapped if negative, 0 if out of range. OutOfRange if `checked`."""
     args = [value] if mask is None else [value, mask]
     e = Expr({(Sym("n"),): 1})
     return Evaluator({Sym("n"): int(size)}, {}, {}, Memory({}).load)._indirect(
@@ -65,26 +65,26 @@ def round_to(value: torch.Tensor, narrow: torch.dtype) -> torch.Tensor:
 
 
 def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory of a buffer."""
+    """Uninitialised memory for a buffer."""
     return torch.empty_strided([int(n) for n in size], [int(n) for n in stride], dtype=dtype)
 
 
 def reduce(
     value: torch.Tensor, kind: str, domain: Sequence[int], n_reduced: int, index: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`value` over `domain`, reduced by `kind` over its last `n_reduced` dims; `index`: of an index reduction."""
+    """`value` over `domain`, reduced by `kind` over its last `n_reduced` dims; `index`: for an index reduction."""
     dims = tuple(range(len(domain) - n_reduced, len(domain)))
     value = value.expand(tuple(domain)) if value.numel() or 0 in domain else value
     return reduced(kind, value, None if index is None else index.expand(tuple(domain)), dims)
 
 
 def scan(value: torch.Tensor, kind: str, domain: Sequence[int]) -> torch.Tensor:
-    """`kind` of `value` up to each place of the last dim."""
+    """The scan `kind` of `value` along the last dim of `domain`."""
     return scanned(kind, value.expand(tuple(domain)), len(domain) - 1)
 
 
 def store(target: torch.Tensor, value: torch.Tensor, domain: Sequence[int], *index: Any) -> torch.Tensor:
-    """`target` with `value`, over `domain`, at `index`."""
+    """`target`, after `value` over `domain` is stored at `index`."""
     value = value.expand(tuple(domain)).to(target.dtype)
     if index:
         target[tuple(torch.as_tensor(i).expand(tuple(domain)) for i in index)] = value
@@ -96,19 +96,19 @@ def store(target: torch.Tensor, value: torch.Tensor, domain: Sequence[int], *ind
 def scatter(
     target: torch.Tensor, value: torch.Tensor, combine: str, domain: Sequence[int], *index: Any
 ) -> torch.Tensor:  # fmt: skip
-    """`target` with each value of `domain`, in order, at `index`, by the reduction `combine` or "" to replace."""
+    """`target`, after the values over `domain` are stored in order at `index`, combined by `combine`; "" replaces."""
     where = [torch.as_tensor(i).expand(tuple(domain)) for i in index]
     put_in_order(target, where, value.expand(tuple(domain)), combine)
     return target
 
 
 def floordiv(a: Any, b: Any) -> Any:
-    """The floor of a / b; 0 where b is 0."""
+    """The floor of a / b; 0 if b is 0."""
     return _guarded(a, b, torch.floor_divide, operator.floordiv)
 
 
 def mod(a: Any, b: Any) -> Any:
-    """a - b * floor(a / b); 0 where b is 0."""
+    """a - b * floor(a / b); 0 if b is 0."""
     return _guarded(a, b, torch.remainder, operator.mod)
 
 
@@ -120,12 +120,12 @@ def _guarded(a: Any, b: Any, on_tensors: Callable[..., Any], on_numbers: Callabl
 
 
 def minimum(a: Any, b: Any) -> Any:
-    """The least of two indices or sizes."""
+    """The smaller of two indices or sizes."""
     return torch.minimum(*map(torch.as_tensor, (a, b))) if _is_tensor(a, b) else min(a, b)
 
 
 def maximum(a: Any, b: Any) -> Any:
-    """The largest of two indices or sizes."""
+    """The larger of two indices or sizes."""
     return torch.maximum(*map(torch.as_tensor, (a, b))) if _is_tensor(a, b) else max(a, b)
 
 
@@ -138,7 +138,7 @@ _CALLS = {"floordiv": floordiv, "mod": mod, "min": minimum, "max": maximum}
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
 class Builder:
-    """Writes loops as nodes of `graph`. `env` and `floats` have the nodes of sizes and numbers, `buffers` of memory."""
+    """Adds loops to `graph` as nodes. `env` has the nodes of sizes, `floats` of scalars, `buffers` of memory."""
 
     def __init__(
         self, graph: fx.Graph, env: Mapping[Sym, Any], floats: Mapping[str, Any], buffers: dict[str, Any],
@@ -148,7 +148,7 @@ class Builder:
         self._sizes: dict[Expr, Any] = {}
 
     def buffer(self, b: Buffer) -> None:
-        """The memory of `b`, and what its loops write there."""
+        """Add the memory of `b`, and the loops that fill it."""
         shape, strides = ([self.size(s) for s in dims] for dims in (b.size, b.stride))
         self.buffers[b.name] = self._named(b.name, empty, (shape, strides, b.dtype))
         for loops in b.loops:
@@ -180,7 +180,7 @@ class Builder:
         }
 
     def rows(self, rows: Sequence[Row], points: Mapping[Sym, Any]) -> tuple[list[Any], list[Any]]:
-        """The node of each row, and the index of a pair if there is one."""
+        """The node of each row, and the index nodes of pairs."""
         values: list[Any] = []
         pairs: list[Any] = []
         for row in rows:
@@ -245,9 +245,9 @@ class Builder:
 
 
 def body_to_fx(body: LoopBody, dims: int) -> fx.GraphModule:
-    """A loop's body as a function of its loop variables `i0 …`, then of sizes, numbers and buffers by their names.
+    """A loop's body as a function of its loop variables `i0 …`, then of sizes, scalars and buffers by their names.
 
-    Loop variables are whole numbers, or tensors that broadcast together; the result is the body's value there.
+    Loop variables are integers, or tensors that broadcast together; the result is the body's value there.
     """
     graph = fx.Graph()
     points = {Sym(f"i{d}", LOOP): graph.placeholder(f"i{d}") for d in range(dims)}
@@ -260,7 +260,7 @@ def body_to_fx(body: LoopBody, dims: int) -> fx.GraphModule:
 
 
 class _Inputs(dict[Sym, Any]):
-    """The placeholders of symbols, made when they are first asked for."""
+    """The placeholders of symbols, created on first use."""
 
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every op of the table as a function of this module, under its own name: what the nodes of `fuser.ir.fx` call."""
+"""Every op of the table as a function of this module, under its own name. Nodes of `fuser.ir.fx` call them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fuser.ops import OPS
 
 @functools.cache
 def op(name: str) -> Callable[..., torch.Tensor]:
-    """What the op `name` of the table computes of tensors that broadcast. AttributeError if there is none."""
+    """The op `name` of the table as a function of tensors that broadcast. AttributeError if there is none."""
     row = OPS.get(name)
     if row is None:
         raise AttributeError(f"there is no op {name!r} in fuser.ops.OPS")

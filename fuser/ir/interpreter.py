@@ -1,8 +1,8 @@
-"""The IR, run by torch: the reference between a lowering and a kernel.
+"""Runs the IR with torch: the reference between a lowering and a kernel.
 
 Loop bodies are evaluated row by row, each row for all points of the domain at once. Nothing is fused, reordered or
-approximated, and indices are checked exactly, so a difference from eager is a lowering's fault and a difference from
-here is the scheduler's or a code generator's.
+approximated, and indices are checked exactly. So a difference from eager is a fault of a lowering, and a difference
+from the interpreter is a fault of the scheduler or of a code generator.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.ops import NO_INDEX, OPS, REDUCTIONS, SCANS
 
 Load = Callable[[str, tuple[torch.Tensor, ...], "torch.Tensor | None"], torch.Tensor]
-Values = Union[Sequence[torch.Tensor], Mapping[int, torch.Tensor]]  # by the number of a row
+Values = Union[Sequence[torch.Tensor], Mapping[int, torch.Tensor]]  # by row number
 
 
 class OutOfRange(VerifyError):
-    """An index beyond its buffer: of the graph's own making (an indirect index), or a defect of a lowering."""
+    """An index out of range: of the graph's own making (an indirect index), or a defect of a lowering."""
 
 
 @dataclass
 class Evaluator:
-    """Values of rows over a domain. `env` has the sizes, `floats` the scalar inputs, `points` the loop variables.
+    """Evaluates rows over a domain. `env` has the sizes, `floats` the scalar inputs, `points` the loop variables.
 
-    A value is a tensor of compute dtype that broadcasts to the domain; `load` reads a buffer at an index of such
+    A value is a tensor of compute dtype that broadcasts to the domain. `load` reads a buffer at an index of such
     tensors, where the mask, if there is one, holds.
     """
 
@@ -43,7 +43,7 @@ class Evaluator:
     def rows(
         self, rows: Sequence[Row], special: Callable[[int, Row, list[torch.Tensor]], torch.Tensor | None]
     ) -> list[torch.Tensor]:
-        """The value of each row. `special(number, row, values so far)` may give the value of rows unknown here."""
+        """The value of each row. `special(number, row, values so far)` gives the value of special rows, else None."""
         values: list[torch.Tensor] = []
         for n, row in enumerate(rows):
             value = special(n, row, values)
@@ -83,7 +83,7 @@ class Evaluator:
         return torch.where(outside, 0, index)
 
     def expr(self, e: Expr, values: Values) -> torch.Tensor:
-        """An index expression at every point, int64."""
+        """The value of an index expression at every point, int64."""
         total = torch.zeros((), dtype=torch.int64)
         for monomial, coefficient in e.terms:
             term = torch.tensor(coefficient)
@@ -133,7 +133,7 @@ def _call(fn: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def reduce(
     kind: str, value: torch.Tensor, index: torch.Tensor | None, dims: tuple[int, ...], keepdim: bool = False
 ) -> torch.Tensor:
-    """`value` reduced by the row `kind` of the table; `index` is what an index reduction gives for each value."""
+    """`value` reduced by the row `kind` of the table; `index` has the index of each value for an index reduction."""
     row = REDUCTIONS[kind]
     accumulator = row.accumulate(value.dtype)
     if any(value.shape[d] == 0 for d in dims):
@@ -151,13 +151,13 @@ def reduce(
 
 # -- buffers -----------------------------------------------------------------------------------------------------------
 class Memory:
-    """Buffers by name, as tensors with the buffers' logical sizes."""
+    """Buffers by name, as tensors of the buffers' logical sizes."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(tensors)
 
     def load(self, name: str, index: tuple[torch.Tensor, ...], mask: torch.Tensor | None) -> torch.Tensor:
-        """The elements at `index`, 0 where `mask` does not hold. OutOfRange if an index is not inside."""
+        """The elements at `index`; 0 where `mask` is False. OutOfRange if an index is out of range."""
         source = self.tensors[name]
         dtype = compute_dtype(source.dtype)
         if not index:
@@ -182,10 +182,10 @@ def run_buffers(
     buffers: Sequence[Buffer], inputs: Mapping[str, torch.Tensor], env: Mapping[Sym, int],
     floats: Mapping[str, float], canon: Callable[[Expr], Expr] = lambda e: e,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Every buffer's contents, by name, with eager's strides where the buffer has them. VerifyError for a broken IR.
+    """The contents of every buffer, by name, with the buffer's strides. VerifyError for a broken IR.
 
-    `inputs` are the input buffers' tensors, `env` the value of each size symbol, `floats` of each scalar; `canon`
-    puts known facts into an expression.
+    `inputs` are the tensors of input buffers, `env` the values of size symbols, `floats` of scalars. `canon`
+    substitutes known facts in an expression.
     """
     memory = Memory(inputs)
     for buffer in buffers:
@@ -237,7 +237,7 @@ def _run_loops(
 
 
 def loop_points(domain: Sequence[int]) -> dict[Sym, torch.Tensor]:
-    """`i0 … in` as tensors that broadcast to `domain`."""
+    """The loop variables `i0 … in` as tensors that broadcast to `domain`."""
     out = {}
     for d, n in enumerate(domain):
         shape = [1] * len(domain)
@@ -250,7 +250,7 @@ def store(
     target: torch.Tensor, index: Index, value: torch.Tensor, domain: Sequence[int], evaluator: Evaluator,
     values: Sequence[torch.Tensor],
 ) -> None:  # fmt: skip
-    """Write `value`, over `domain`, at `index` of `target`. OutOfRange if that is not inside it."""
+    """Store `value`, over `domain`, at `index` of `target`. OutOfRange if an index is out of range."""
     value = value.expand(domain).to(target.dtype)
     if 0 in domain:
         return
@@ -269,13 +269,13 @@ def _inside(target: torch.Tensor, where: Sequence[torch.Tensor]) -> None:
 
 
 def scanned(kind: str, value: torch.Tensor, dim: int) -> torch.Tensor:
-    """The scan `kind` of `value` along `dim`; a pair's value gives the place of the one that was kept."""
+    """The scan `kind` of `value` along `dim`; for an index scan, the indices of the kept values."""
     row = SCANS[kind]
     return row.eval(value.to(row.accumulate(value.dtype)), dim) if value.dim() else value
 
 
 def put_in_order(target: torch.Tensor, where: Sequence[torch.Tensor], value: torch.Tensor, combine: str) -> None:
-    """Put each value at its place of `target`, in row-major order of the values, combined with what is there."""
+    """Store each value at its index in `target`, in row-major order of the values, combined with the old element."""
     row = REDUCTIONS.get(combine)
     flat = [w.reshape(-1).tolist() for w in where]
     new = value.to(compute_dtype(target.dtype)).reshape(-1)

@@ -1,11 +1,11 @@
 """Loop bodies: straight-line rows recorded by running an `inner_fn` once.
 
-`ops` is the define-by-run face: lowerings call `ops.add(a, b)`, `ops.load(...)`, and the current handler (a ContextVar,
-the only ambient state of a compilation) records a `Row` for each distinct call. What comes out is data: it can be
-hashed, verified, printed, interpreted and stored; closures are gone.
+`ops` is the define-by-run interface: lowerings call `ops.add(a, b)`, `ops.load(...)`, and the current handler (a
+ContextVar, the only ambient state of a compilation) records a `Row` for each distinct call. The result is data without
+closures: it can be hashed, verified, printed, interpreted and stored.
 
-Values have *compute* dtypes: halves and 8-bit floats are loaded into float32, and `round_to` rows round a float32 value
-to the precision of a narrower type where a user's cast asks for it.
+Values have *compute* dtypes: 16-bit and 8-bit floats are loaded into float32. `round_to` rows round a float32 value to
+the precision of a narrower type where a user's cast asks for it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def traits(self) -> OpRow:
-        """The table's row of an op; of all other rows one without traits."""
+        """The row of the op table for this op; a row without traits for other kinds of row."""
         return OPS.get(self.op, NO_OP)
 
 
@@ -109,7 +109,7 @@ class Recorder:
         self._mask: Value | None = None
 
     def add_row(self, row: Row) -> Value:
-        """Append `row` unless an equal one is there."""
+        """Append `row`, unless an equal row exists. Returns its value."""
         n = self._known.get(row)
         if n is None:
             n = self._known[row] = len(self.rows)
@@ -117,7 +117,7 @@ class Recorder:
         return Value(n, row.dtype)
 
     def finish(self, result: Value) -> LoopBody:
-        """The body, without rows that its result does not need."""
+        """The body, without rows that its result does not depend on."""
         return prune(self.rows, result.row)
 
 
@@ -125,12 +125,12 @@ _handler: contextvars.ContextVar[Recorder] = contextvars.ContextVar("fuser_ops_h
 
 
 def prune(rows: Sequence[Row], result: int) -> LoopBody:
-    """A body with only the rows that `result` needs, renumbered."""
+    """A body with only the rows that `result` depends on, renumbered."""
     return prune_with(rows, result, ())[0]
 
 
 def prune_with(rows: Sequence[Row], result: int, index: Sequence[Expr]) -> tuple[LoopBody, tuple[Expr, ...]]:
-    """A body with only the rows that `result` and the expressions `index` need, and `index` over its row numbers."""
+    """A body with only the rows that `result` and the expressions `index` depend on, and `index` renumbered."""
     needed = {result, *(int(s.name[1:]) for e in index for s in _indirect_symbols(e))}
     for n in range(max(needed), -1, -1):
         if n in needed:
@@ -145,7 +145,7 @@ def prune_with(rows: Sequence[Row], result: int, index: Sequence[Expr]) -> tuple
 
 
 def renumber_expr(e: Expr, number: Mapping[int, int]) -> Expr:
-    """`e` with its indirect symbols moved to new row numbers."""
+    """`e` with the row numbers of its indirect symbols replaced."""
     from fuser.ir.sizes import substitute
 
     moved = {s: indirect_symbol(number[int(s.name[1:])]) for s in _indirect_symbols(e)}
@@ -192,7 +192,7 @@ def map_exprs(row: Row, fn: Callable[[Expr], Expr]) -> Row:
 
 
 def renumber(row: Row, number: dict[int, int]) -> Row:
-    """`row` with its references moved to new row numbers."""
+    """`row` with the row numbers of its references replaced."""
     if indirect_rows(row):
         row = map_exprs(row, lambda e: renumber_expr(e, number))
     return Row(row.op, tuple(number[a] for a in row.args), row.dtype, row.attr)
@@ -202,7 +202,7 @@ class _Ops:
     """`ops.<name>(…)`: the define-by-run calls available to an `inner_fn`. Scalars become constants."""
 
     def load(self, buffer: str, index: Sequence[Expr], dtype: torch.dtype) -> Value:
-        """The element of `buffer` at the logical `index`, in compute dtype; 0 where the current mask is false."""
+        """The element of `buffer` at the logical `index`, in compute dtype; 0 where the current mask is False."""
         recorder = _handler.get()
         mask = recorder._mask
         args = () if mask is None else (mask.row,)
@@ -217,7 +217,7 @@ class _Ops:
             value = bool(value)
         else:
             value = int(value)
-        # 0.0 and -0.0, 1 and True are equal to Python: the text keeps them apart.
+        # Python treats 0.0 and -0.0, 1 and True as equal; their texts differ.
         return _handler.get().add_row(Row("const", (), dtype, repr(value)))
 
     def scalar(self, name: str, dtype: torch.dtype) -> Value:
@@ -230,7 +230,7 @@ class _Ops:
         return value if dtype is torch.int64 else self.to_dtype(value, dtype)
 
     def indirect(self, value: Value, size: Expr, checked: bool = True) -> Expr:
-        """`value` as an index into a dim of `size`: wrapped if negative, out of range reported if `checked`."""
+        """`value` as an index into a dim of `size`: wrapped if negative; out of range is reported if `checked`."""
         value = self.to_dtype(value, torch.int64)
         recorder = _handler.get()
         mask = recorder._mask
@@ -255,7 +255,7 @@ class _Ops:
         return _handler.get().add_row(Row("to_dtype", (value.row,), dtype, value.dtype))
 
     def guarded(self, mask: Value, body: Callable[[], Value]) -> Value:
-        """`body()` where `mask` holds, else a value without meaning: loads in `body` are made only where it holds."""
+        """`body()` where `mask` holds, else an arbitrary value: loads in `body` are masked."""
         recorder = _handler.get()
         before = recorder._mask
         recorder._mask = mask if before is None else self.logical_and(before, mask)
@@ -265,7 +265,7 @@ class _Ops:
             recorder._mask = before
 
     def masked(self, mask: Value, body: Callable[[], Value], other: Value | float | int | bool) -> Value:
-        """`body()` where `mask` holds, else `other`; loads inside `body` are not made where it does not."""
+        """`body()` where `mask` holds, else `other`; loads in `body` are masked."""
         value = self.guarded(mask, body)
         return self.where(mask, value, other if isinstance(other, Value) else self.constant(other, value.dtype))
 
@@ -274,15 +274,15 @@ class _Ops:
         return _handler.get().add_row(Row("where", (condition.row, a.row, b.row), a.dtype))
 
     def pair(self, value: Value, index: Value) -> Value:
-        """A value and its int64 index: what `argmax` and `argmin` reduce to an index."""
+        """A value and its int64 index, which `argmax` and `argmin` reduce to an index."""
         return _handler.get().add_row(Row("pair", (value.row, index.row), torch.int64))
 
     def logical_and(self, a: Value, b: Value) -> Value:
-        """Both, of bools."""
+        """The logical and of two bools."""
         return _handler.get().add_row(Row("logical_and", (a.row, b.row), torch.bool))
 
     def call(self, name: str, *args: Value | float | int) -> Value:
-        """The op `name` of the table. Values of one dtype; numbers take the dtype of the values."""
+        """The op `name` of the table. All values have one dtype; Python numbers become constants of it."""
         spec = OPS.get(name)
         if spec is None:
             raise Unsupported(f"no loop-level op named {name!r}: expected a row of fuser.ops.OPS")
@@ -305,7 +305,7 @@ ops = _Ops()
 
 
 def record(inner_fn: Callable[[tuple[Expr, ...]], Value], rank: int) -> LoopBody:
-    """Run `inner_fn(loop variables)` once under a recording handler."""
+    """The body recorded by running `inner_fn(loop variables)` once."""
     recorder = Recorder()
     token = _handler.set(recorder)
     try:
@@ -317,7 +317,7 @@ def record(inner_fn: Callable[[tuple[Expr, ...]], Value], rank: int) -> LoopBody
 def record_store(
     inner_fn: Callable[[tuple[Expr, ...]], tuple[Value, Sequence[Expr]]], rank: int
 ) -> tuple[LoopBody, tuple[Expr, ...]]:
-    """Run `inner_fn(loop variables)`, which gives a value and where it goes, once under a recording handler."""
+    """The body and the store index recorded by running `inner_fn(loop variables)`, which returns both, once."""
     recorder = Recorder()
     token = _handler.set(recorder)
     try:
@@ -329,7 +329,7 @@ def record_store(
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """A block whose `ops` calls go to a fresh recorder, for code that builds bodies by hand."""
+    """A block whose `ops` calls go to a new recorder, for code that builds bodies directly."""
     recorder = Recorder()
     token = _handler.set(recorder)
     try:

@@ -1,9 +1,9 @@
 """The nodes of the IR: `TensorBox → StorageBox → Buffer`, and the loops that fill buffers.
 
-A graph node's result is a `TensorBox`. It points to a `StorageBox`, which several boxes may share (aliases), and holds
-at most one `View`, a reindexing of the storage's current `Buffer`. A mutation gives the storage a new buffer; every
-box over it sees the new data. A buffer is an input, or computed by one or more loops:
-`Pointwise`, `Reduction`, `Scatter` and `Scan`.
+A graph node's result is a `TensorBox`. It points to a `StorageBox`, which several boxes may share (aliases), and has at
+most one `View`, a reindexing of the storage's current `Buffer`. A mutation gives the storage a new buffer; every box
+over it sees the new data. A buffer is an input, or is computed by one or more loops: `Pointwise`, `Reduction`,
+`Scatter` and `Scan`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Scatter:
-    """For every point of `domain`, in row-major order, put the body's value at `store_index`, which rows may compute.
+    """For every point of `domain`, in row-major order, store the body's value at `store_index`, which rows may compute.
 
-    `combine` names the row of `ops.REDUCTIONS` that joins it with what is there; "" replaces that.
+    `combine` names the row of `ops.REDUCTIONS` that combines it with the old element; "" replaces the element.
     """
 
     domain: tuple[Expr, ...]
@@ -59,7 +59,7 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Scan:
-    """For every point of `domain`, store `kind` of the body's values up to this place of the last dim.
+    """For every point of `domain`, store `kind` of the body's values up to this index along the last dim.
 
     `kind` names a row of `ops.SCANS`.
     """
@@ -75,10 +75,10 @@ Loops = Union[Pointwise, Reduction, Scatter, Scan]
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory of `size` elements of `dtype` with `stride`; `loops` fill it, none for an input.
+    """Memory of `size` elements of `dtype` with `stride`; `loops` fill it, unless it is an input.
 
-    `order` lists the dims from outermost to innermost in memory; strides of a computed buffer follow from it. Readers
-    load the elements of a `table`. They never compute them themselves.
+    `order` lists the dims from outermost to innermost in memory; it determines the strides of a computed buffer. The
+    elements of a `table` are always loaded, never recomputed by readers.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Buffer:
 
 
 def strides_of(size: tuple[Expr, ...], order: tuple[int, ...] | None = None) -> tuple[Expr, ...]:
-    """Dense strides, in elements, of `size` with the dims of `order` from outermost to innermost."""
+    """Dense strides, in elements, of `size` with the dims in `order`, outermost first."""
     order = order if order is not None else tuple(range(len(size)))
     out: dict[int, Expr] = {}
     for position, dim in enumerate(order):
@@ -103,14 +103,14 @@ def strides_of(size: tuple[Expr, ...], order: tuple[int, ...] | None = None) -> 
 
 @dataclass(eq=False)
 class StorageBox:
-    """Shared memory: whoever holds it sees its current buffer."""
+    """Storage shared by aliases, all of which see its current buffer."""
 
     buffer: Buffer
 
 
 @dataclass(frozen=True)
 class View:
-    """A reindexing: `size` as seen, `reindex` from a view's index to the storage's."""
+    """A reindexing: the logical `size`, and `reindex` from an index of the view to one of the storage."""
 
     size: tuple[Expr, ...]
     reindex: Callable[[Index], Index]
@@ -118,7 +118,7 @@ class View:
 
 @dataclass(eq=False)
 class TensorBox:
-    """A tensor of the graph. `size` in elements; `dtype` as torch has it."""
+    """A tensor of the graph: a storage, and a view of it if there is one."""
 
     storage: StorageBox
     view: View | None = None
@@ -130,7 +130,7 @@ class TensorBox:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the memory behind it."""
+        """The dtype of the storage."""
         return self.storage.buffer.dtype
 
     def load(self, index: Index) -> Value:

@@ -43,7 +43,7 @@ _HEAD = re.compile(
 
 
 def parse_buffers(text: str) -> list[Buffer]:
-    """The buffers that `print_buffers` printed as `text`. VerifyError names a line that is none of its own."""
+    """The buffers that `print_buffers` printed as `text`. VerifyError names a line that does not parse."""
     buffers: list[Buffer] = []
     lines = [line for line in text.splitlines() if line.strip()]
     at = 0
@@ -57,13 +57,13 @@ def parse_buffers(text: str) -> list[Buffer]:
 
 
 def parse_loops(text: str) -> Loops:
-    """One loop nest, as `loops_lines` gives its lines. VerifyError as above."""
+    """One loop nest, from lines as `loops_lines` writes them. VerifyError names a line that does not parse."""
     lines = [line for line in text.splitlines() if line.strip()]
     return _loops(lines, 0)[0]
 
 
 def parse_expr(text: str) -> Expr:
-    """An index or size expression as it prints itself. VerifyError for other text."""
+    """An index or size expression from its printed form. VerifyError for other text."""
     return _Exprs(text).whole()
 
 
@@ -92,7 +92,7 @@ def _buffer(line: str) -> Buffer:
 
 
 def _loops(lines: Sequence[str], at: int) -> tuple[Loops, int]:
-    """The nest whose first line is `at`, and the line after it."""
+    """The nest whose first line is number `at`, and the number of the line after it."""
     head = _match(_HEAD, lines[at], "head of a loop")
     rows: list[Row] = []
     at += 1

@@ -20,7 +20,7 @@ from fuser.ir.sizes import Expr
 
 
 def print_buffers(buffers: Iterable[Buffer]) -> str:
-    """All buffers and the loops that fill them."""
+    """All buffers, with the loops that fill them."""
     return "\n".join(line for b in buffers for line in _buffer_lines(b)) + "\n"
 
 
@@ -44,7 +44,7 @@ def _buffer_lines(b: Buffer) -> list[str]:
 
 
 def loops_lines(loops: Loops) -> list[str]:
-    """A loop nest, one row a line."""
+    """The lines of a loop nest, one row per line."""
     reduced = loops.n_reduced if isinstance(loops, Reduction) else 0
     kept = len(loops.domain) - reduced
     heads = [f"i{d} < {n}" for d, n in enumerate(loops.domain)]
@@ -60,7 +60,7 @@ def loops_lines(loops: Loops) -> list[str]:
 
 
 def row_text(n: int, row: Row) -> str:
-    """One row: `%3 = add(%1, %2)`, with its dtype where that is not plain float32."""
+    """One row: `%3 = add(%1, %2)`, with its dtype unless that is float32."""
     kind = "" if row.dtype is torch.float32 else f": {dtype_text(row.dtype)}"
     return f"%{n}{kind} = {_right_side(row)}"
 

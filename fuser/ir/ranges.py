@@ -1,9 +1,9 @@
-"""Signs and bounds of integer expressions, and the simplifications of `//` and `%` that rest on them.
+"""Signs and bounds of integer expressions, and the simplifications of `//` and `%` that depend on them.
 
 `Extents` maps the loop variables in scope to their extents: a variable runs from 0 to its extent - 1. Two facts hold
-wherever the value of an index is used: every loop in scope has a turn, so its extent is at least 1, and no divisor is
-0. Without extents only the kinds of the symbols count: sizes, loop variables and indices that rows compute are not
-negative, of strides nothing is known.
+wherever an index is used: every loop in scope has an iteration, so its extent is at least 1, and no divisor is 0.
+Without extents only the kinds of the symbols matter: sizes, loop variables and indices computed by rows are
+nonnegative; strides may have any value.
 
 All rules are those of floor division. `tests/unit/test_index_rules.py` checks each of them by enumeration.
 """
@@ -36,13 +36,13 @@ NO_LOOPS: Extents = {}
 
 # -- signs and bounds --------------------------------------------------------------------------------------------------
 def is_nonnegative(e: Expr, extents: Extents = NO_LOOPS) -> bool:
-    """Whether `e >= 0` is proved for all sizes and all turns of the loops `extents`."""
+    """Whether `e >= 0` is proved for all sizes and all iterations of the loops `extents`."""
     if _has_no_minus(e, extents):
         return True
     low = _bound(e, extents, up=False, calls=False)
     if low is None or _has_no_minus(low, extents):
         return low is not None
-    low = _from_one(low, extents)  # from here on a size stands for what it has beyond 1: the extents say nothing of it
+    low = _from_one(low, extents)  # a size now means its excess over 1, so the extents no longer apply
     if _has_no_minus(low, NO_LOOPS):
         return True
     low = _bound(low, NO_LOOPS, up=False, calls=True)
@@ -50,7 +50,7 @@ def is_nonnegative(e: Expr, extents: Extents = NO_LOOPS) -> bool:
 
 
 def _has_no_minus(e: Expr, extents: Extents) -> bool:
-    """Whether no coefficient and no atom of `e` is negative."""
+    """Whether all coefficients and atoms of `e` are nonnegative."""
     return all(c >= 0 and all(_is_atom_nonnegative(a, extents) for a in m) for m, c in e.terms)
 
 
@@ -66,9 +66,9 @@ def _is_atom_nonnegative(a: Atom, extents: Extents) -> bool:
 
 
 def _bound(e: Expr, extents: Extents, up: bool, calls: bool) -> Expr | None:
-    """An expression without loop variables of `extents` that `e` never exceeds, or with `up=False` never goes below.
+    """An upper bound of `e` without loop variables of `extents`, or with `up=False` a lower bound.
 
-    None if none is found. `calls`: operations on sizes alone are replaced by their bounds, too.
+    None if none is found. `calls`: operations on sizes alone are also replaced by their bounds.
     """
     done: set[Atom] = set()
     while True:
@@ -104,7 +104,7 @@ def _moves(a: Atom, extents: Extents) -> bool:
 
 
 def _factor(e: Expr, a: Atom) -> tuple[Expr, Expr] | None:
-    """`(f, r)` with `e == f * a + r` where `r` has no factor `a`; None if `e` is not linear in `a`."""
+    """`(f, r)` with `e == f * a + r` and no factor `a` in `r`; None if `e` is not linear in `a`."""
     factor: dict[tuple[Atom, ...], int] = {}
     rest: dict[tuple[Atom, ...], int] = {}
     for m, c in e.terms:
@@ -138,7 +138,7 @@ def _atom_bound(a: Atom, extents: Extents, up: bool) -> Expr | None:
 
 
 def _quotient_bound(x: Expr, d: Expr, extents: Extents, up: bool) -> Expr:
-    """A bound of `x // d`, where `d` is at least 1: of `(q*d - 1) // d` it is `q - 1`."""
+    """A bound of `x // d`, where `d` is at least 1; for example `q - 1` for `(q*d - 1) // d`."""
     quotient, rest = _split(x, d)
     if d.as_int() is None:
         if up and is_nonnegative(-1 - rest, extents):
@@ -153,14 +153,14 @@ def _moves_within(e: Expr, extents: Extents) -> bool:
 
 
 def _from_one(e: Expr, extents: Extents) -> Expr:
-    """`e` with `s + 1` for each size `s` that is a factor of an extent, and thus at least 1."""
+    """`e` with `s + 1` for each size `s` that is a factor of an extent, and so at least 1."""
     factors = (a for size in extents.values() if len(size.terms) == 1 for a in atoms(size))
     return substitute(e, {a: expr(a) + 1 for a in factors if isinstance(a, Sym) and a.kind == SIZE})
 
 
 # -- simplification ----------------------------------------------------------------------------------------------------
 def simplify_divmod(e: Expr, extents: Extents) -> Expr:
-    """`e` with divisions and remainders resolved where the loops' extents allow it."""
+    """`e` with divisions and remainders simplified where the loops' extents allow it."""
     if not any(isinstance(a, Call) for a in atoms(e)):
         return e
     out = ZERO
@@ -173,7 +173,7 @@ def simplify_divmod(e: Expr, extents: Extents) -> Expr:
 
 
 def _simplify_call(a: Call, extents: Extents) -> Expr:
-    """`(q*d + r) // d` is `q + r // d`, and `(q*d + r) % d` is `r % d`; of `0 <= r < d` these are `q` and `r`."""
+    """`(q*d + r) // d` becomes `q + r // d`, and `(q*d + r) % d` becomes `r % d`; for `0 <= r < d`, `q` and `r`."""
     x, d = simplify_divmod(a.args[0], extents), simplify_divmod(a.args[1], extents)
     if a.fn not in ("floordiv", "mod"):
         return call(a.fn, x, d)
@@ -204,7 +204,7 @@ def _split(x: Expr, d: Expr) -> tuple[Expr, Expr]:
 
 
 def recombined(e: Expr) -> Expr:
-    """`e` with `d * (x // d) + x % d` put together to `x` wherever such a pair has a common factor."""
+    """`e` with `d * (x // d) + x % d` replaced by `x` wherever such a pair has a common factor."""
     while True:
         found = next((new for m, c in e.terms for new in _joined(e, m, c)), None)
         if found is None:
@@ -213,7 +213,7 @@ def recombined(e: Expr) -> Expr:
 
 
 def _joined(e: Expr, m: tuple[Atom, ...], c: int) -> Iterator[Expr]:
-    """`e` without the term `c * m`, whose remainder finds its quotient among the other terms."""
+    """`e` without the term `c * m`, if its remainder recombines with a quotient among the other terms."""
     for n, a in enumerate(m):
         if not isinstance(a, Call) or a.fn != "mod":
             continue

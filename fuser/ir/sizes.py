@@ -1,10 +1,10 @@
 """Integer expressions for sizes, strides and indices.
 
 An `Expr` is a polynomial with integer coefficients over *atoms*: symbols, and floor divisions, remainders, minima and
-maxima of other expressions. It is kept in a normal form, so that equal polynomials are equal objects' values, hash
-alike and print alike in every process. This is the small part of `sympy` that a fusion compiler asks for on every
-index; it is here because importing and running `sympy` costs more than compiling a kernel. `to_sympy` and `from_sympy`
-cross over to it at the frontends, where sizes come from `torch.fx`'s shape environment.
+maxima of other expressions. It is kept in a normal form, so that equal polynomials compare, hash and print alike in
+every process. This is the small part of `sympy` that a fusion compiler needs for each index. It is reimplemented
+because importing and running `sympy` costs more than compiling a kernel. `to_sympy` and `from_sympy` convert at the
+frontends, where sizes come from `torch.fx`'s shape environment.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Union
 
 from fuser.lazy_dataclasses import dataclass
 
-# Kinds of symbol. A "size" is positive or zero and fixed for a run; a "stride" any integer, fixed for a run; a "loop"
-# variable runs from 0 to its size - 1; an "indirect" one is the value of an `indirect` row of the same loop body,
+# Kinds of symbol. A "size" is nonnegative and fixed for a run; a "stride" is any integer, fixed for a run; a "loop"
+# variable runs from 0 to its size - 1; an "indirect" symbol is the value of an `indirect` row of the same loop body,
 # which is 0 where it would be out of range.
 SIZE, STRIDE, LOOP, INDIRECT = "size", "stride", "loop", "indirect"
 
@@ -96,7 +96,7 @@ class Expr:
     __str__ = __repr__
 
     def as_int(self) -> int | None:
-        """The value, if the expression is a constant."""
+        """The value of a constant expression, else None."""
         if not self.terms:
             return 0
         if len(self.terms) == 1 and not self.terms[0][0]:
@@ -104,7 +104,7 @@ class Expr:
         return None
 
     def as_symbol(self) -> Sym | None:
-        """The symbol, if the expression is exactly one."""
+        """The symbol if the expression is exactly one, else None."""
         if len(self.terms) == 1:
             monomial, c = self.terms[0]
             if c == 1 and len(monomial) == 1 and isinstance(monomial[0], Sym):
@@ -171,7 +171,7 @@ def expr(value: IntLike | Sym) -> Expr:
     return known
 
 
-_SMALL: dict[int, Expr] = {}  # constants met so far
+_SMALL: dict[int, Expr] = {}  # constants used so far
 ZERO, ONE = expr(0), expr(1)
 
 
@@ -181,7 +181,7 @@ def symbol(name: str, kind: str = SIZE) -> Expr:
 
 
 def product(values: Iterable[IntLike]) -> Expr:
-    """The product of `values`; 1 for none."""
+    """The product of `values`; 1 if there are none."""
     out = ONE
     for v in values:
         out = out * v
@@ -236,7 +236,7 @@ def _python_call(fn: str, a: int, b: int) -> int:
 
 
 def call(fn: str, a: Expr, b: Expr) -> Expr:
-    """`fn(a, b)`, folded when both are constants."""
+    """`fn(a, b)`, folded if both are constants."""
     x, y = a.as_int(), b.as_int()
     if x is not None and y is not None:
         return expr(_python_call(fn, x, y))
@@ -246,7 +246,7 @@ def call(fn: str, a: Expr, b: Expr) -> Expr:
 
 
 def floordiv(a: Expr, b: Expr) -> Expr:
-    """`a // b`, exact where `b` divides every term. Division by zero is zero (an empty tensor has no index)."""
+    """`a // b`, exact if `b` divides every term. Division by zero is zero (an empty tensor has no index)."""
     exact = divide_exactly(a, b)
     return exact if exact is not None else call("floordiv", a, b)
 
@@ -257,17 +257,17 @@ def mod(a: Expr, b: Expr) -> Expr:
 
 
 def minimum(a: IntLike, b: IntLike) -> Expr:
-    """The smaller of two."""
+    """The smaller of two expressions."""
     return call("min", expr(a), expr(b))
 
 
 def maximum(a: IntLike, b: IntLike) -> Expr:
-    """The larger of two."""
+    """The larger of two expressions."""
     return call("max", expr(a), expr(b))
 
 
 def substitute(e: Expr, mapping: Mapping[Sym, Expr]) -> Expr:
-    """`e` with symbols replaced; calls are rebuilt, so they fold again."""
+    """`e` with symbols replaced; calls are rebuilt, and so folded again."""
     alone = e.as_symbol()
     if alone is not None:
         return mapping.get(alone, e)
@@ -296,7 +296,7 @@ def _substitute_atom(a: Atom, mapping: Mapping[Sym, Expr]) -> Expr:
 
 
 def evaluate(e: IntLike, env: Mapping[Sym, int]) -> int:
-    """The value of `e` under `env`. KeyError names a symbol that has none."""
+    """The value of `e` under `env`. KeyError names a symbol without a value."""
     if isinstance(e, int):
         return e
     total = 0
@@ -331,7 +331,7 @@ Program = tuple[int, ...]
 
 
 def program(e: IntLike, slots: Mapping[Sym, int]) -> Program:
-    """`e` in postfix for the launcher: PUSH c | SLOT k | binary operators on the two topmost values."""
+    """`e` in postfix form for the launcher: PUSH c | SLOT k | binary operators on the two topmost values."""
     e = expr(e)
     if not e.terms:
         return (PUSH, 0)
@@ -363,7 +363,7 @@ def relation_program(relation: str, a: IntLike, b: IntLike, slots: Mapping[Sym, 
 
 
 def run_program(code: Program, slots: list[int] | tuple[int, ...]) -> int:
-    """What the native stack machine computes, in Python."""
+    """The result of the native stack machine for a program, computed in Python."""
     stack: list[int] = []
     binary: dict[int, Callable[[int, int], int]] = {
         ADD: lambda a, b: a + b, MUL: lambda a, b: a * b,
@@ -384,7 +384,7 @@ def run_program(code: Program, slots: list[int] | tuple[int, ...]) -> int:
     return stack[-1]
 
 
-# -- sympy, at the border ----------------------------------------------------------------------------------------------
+# -- conversion to and from sympy --------------------------------------------------------------------------------------
 def to_sympy(e: Expr) -> Any:
     """`e` as a `sympy` expression with integer symbols of the same names."""
     import sympy
@@ -400,9 +400,9 @@ def to_sympy(e: Expr) -> Any:
 
 
 def from_sympy(s: Any, rename: Callable[[str], Sym]) -> Expr:
-    """A `sympy` expression of sizes as an `Expr`; `rename` gives the symbol of a name.
+    """A `sympy` expression of sizes as an `Expr`; `rename` gives the symbol for a name.
 
-    Raises ValueError for a function that has no counterpart here.
+    Raises ValueError for a function without a counterpart here.
     """
     if isinstance(s, int) or s.is_Integer:
         return expr(int(s))

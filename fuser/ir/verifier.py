@@ -1,7 +1,7 @@
-"""The rules of the IR, checked: rows refer backwards and have the dtypes their ops give, indices use only symbols that
-exist and as many dims as their buffer has, nothing is read before it is written, every buffer is filled.
+"""Checks the rules of the IR: rows refer backwards and have the dtypes that their ops give; indices use only existing
+symbols and as many dims as their buffer has; nothing is read before it is written; every buffer is filled.
 
-`verify_buffers` raises VerifyError with the first rule broken; a lowering that breaks one is a defect of `fuser`.
+`verify_buffers` raises VerifyError for the first broken rule; a lowering that breaks one is a defect of `fuser`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def verify_buffers(
     buffers: Sequence[Buffer], inputs: Mapping[str, tuple[torch.dtype, int]], known: Iterable[Sym],
     scalars: Iterable[str],
 ) -> None:  # fmt: skip
-    """Check every loop of `buffers`. `inputs` gives (dtype, rank) by name; `known` are the symbols that have values."""
+    """Check every loop of `buffers`. `inputs` gives (dtype, rank) by name; `known` are the symbols with values."""
     readable = dict(inputs)
     names, sizes = frozenset(scalars), frozenset(known)
     for buffer in buffers:
@@ -32,7 +32,7 @@ def verify_buffers(
             raise VerifyError(f"{buffer.name} is made twice")
         for n, loops in enumerate(buffer.loops):
             try:
-                if n:  # a later loop may read what earlier ones left
+                if n:  # a later loop may read what earlier loops stored
                     readable[buffer.name] = buffer.dtype, len(buffer.size)
                 _verify_loops(buffer, loops, readable, sizes, names)
             except VerifyError as e:
@@ -118,7 +118,7 @@ def _verify_load(row: Row, readable: Mapping[str, tuple[torch.dtype, int]]) -> N
 
 
 def verify_symbols(e: Expr, n: int, rows: Sequence[Row], known: frozenset[Sym] | set[Sym]) -> None:
-    """The symbols of `e`, used by row `n`, have values by then."""
+    """Check that the symbols of `e`, used by row `n`, have values by then."""
     for s in symbols(e):
         if s.kind == INDIRECT:
             at = int(s.name[1:])
@@ -129,7 +129,7 @@ def verify_symbols(e: Expr, n: int, rows: Sequence[Row], known: frozenset[Sym] |
 
 
 def verify_row(n: int, rows: Sequence[Row], known: frozenset[Sym] | set[Sym], scalars: frozenset[str]) -> None:
-    """Row `n` of `rows`: what it refers to, and that its dtype is what its op gives."""
+    """Check row `n` of `rows`: its references, and that its dtype is the one that its op gives."""
     row = rows[n]
     for a in row.args:
         _need(0 <= a < n, f"refers to row {a}")
@@ -207,7 +207,7 @@ _CHECKS: dict[str, Check] = {
     "pair": _check_int64,
     "to_dtype": _check_to_dtype,
     "round_to": _check_round_to,
-    "reduced": lambda row, dtypes, scalars: None,  # of plans: the result of a reduction
+    "reduced": lambda row, dtypes, scalars: None,  # in plans: the result of a reduction
 }
 
 
