@@ -1,4 +1,4 @@
-"""Loop-level ops: `OPS` and `REDUCTIONS` by name, and their C++ text."""
+"""Loop-level ops: the tables `OPS`, `REDUCTIONS` and `SCANS` by name, and the C++ and Triton text of their rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from fuser.reasons import because
 
 OPS: dict[str, OpRow] = {row.name: row for row in (*pointwise.ROWS, *special.ROWS, *random.ROWS)}
 REDUCTIONS: dict[str, ReductionRow] = {row.name: row for row in reductions.ROWS}
-NO_OP = OpRow("", 0, torch.clone, None)  # the traits of rows that are no op of the table: none
+NO_OP = OpRow("", 0, torch.clone, None)  # stands for kinds of row that are no op of the table: no traits
 SCANS: dict[str, ScanRow] = {row.name: row for row in scans.ROWS}
 
 _Row = TypeVar("_Row", OpRow, ReductionRow, ScanRow)
@@ -98,13 +98,13 @@ def has_lanes(name: str, dtype: torch.dtype) -> bool:
 
 
 def cpp_near(name: str, dtype: torch.dtype, *args: str) -> str | None:
-    """The C++ expression of op `name` for float32 arguments in the interval of its row; None if there is none."""
+    """The C++ expression of op `name` for float32 arguments in the interval of its row's `near`; None without one."""
     near = OPS[name].near
     return f"fuser_{near.helper}({', '.join(args)})" if near is not None and dtype is torch.float32 else None
 
 
 def cpp_lanes_near(name: str, dtype: torch.dtype, *args: str) -> str | None:
-    """The same on explicit vectors."""
+    """`cpp_near` on explicit vectors."""
     text = cpp_near(name, dtype, *args)
     return None if text is None else text.replace("fuser_", "fuser_lanes_", 1)
 
@@ -115,7 +115,7 @@ def cpp_combine(name: str, dtype: torch.dtype, *args: str) -> str:
 
 
 def cpp_overtakes(name: str, dtype: torch.dtype, accumulator: str, value: str) -> str:
-    """The C++ test whether a value at a higher index replaces the accumulator of index reduction `name`."""
+    """The C++ condition for a value at a higher index to replace the accumulator of index reduction `name`."""
     row = REDUCTIONS[name]
     return expand(template(row, dtype, row.overtakes), dtype, (accumulator, value))
 
@@ -128,20 +128,20 @@ def cpp_step(name: str, dtype: torch.dtype, *args: str) -> str:
 def triton_cell(name: str, dtype: torch.dtype, fast: bool, *args: str) -> str:
     """The Triton expression of op `name` on `args`, of compute dtype `dtype`; Unsupported if there is none.
 
-    `fast` takes the hardware's approximations where the table has them. Arguments should be names or constants.
+    `fast` selects the hardware's approximations if the table has them. Arguments should be names or constants.
     """
     return triton_expand(triton_template(_row(OPS, name, "a loop-level op"), dtype, fast), dtype, args)
 
 
 def triton_folder(name: str) -> str:
-    """The Triton function that joins two accumulators of reduction `name`; Unsupported if there is none."""
+    """The Triton function that combines two accumulators of reduction `name`; Unsupported if there is none."""
     if not REDUCTIONS[name].folder:
         raise Unsupported(because("dtype", f"reduction {name} has no Triton function that joins two accumulators"))
     return REDUCTIONS[name].folder
 
 
 def triton_combine(name: str, dtype: torch.dtype, *args: str) -> str:
-    """The Triton expression that joins accumulators of reduction `name` (see `ReductionRow.combine`)."""
+    """The Triton expression that combines accumulators of reduction `name` (see `ReductionRow.combine`)."""
     return triton_expand(triton_template(_row(REDUCTIONS, name, "a reduction"), dtype), dtype, args)
 
 

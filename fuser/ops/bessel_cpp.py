@@ -1,4 +1,4 @@
-"""C++ helpers for Bessel functions and those of the normal distribution, in the manner of special_cpp.
+"""C++ helpers for Bessel functions and functions of the normal distribution, in the style of special_cpp.
 
 Formulas: Abramowitz and Stegun, Handbook of Mathematical Functions, chapters 7, 9 and 26.
 """
@@ -12,7 +12,7 @@ from fuser.ops import bessel_fits, special_cpp, special_fits
 from fuser.ops.float_cpp import define, horner
 from fuser.ops.special_cpp import double_pair, polynomial
 
-HELPERS: dict[str, str] = dict(special_cpp.HELPERS)  # which its own call
+HELPERS: dict[str, str] = dict(special_cpp.HELPERS)  # which helpers here call
 _add = partial(define, HELPERS)
 
 
@@ -20,7 +20,7 @@ def _fit(name: str, mid: str, x: str) -> str:
     return polynomial(x, getattr(bessel_fits, name + mid))
 
 
-# float64's are the maths library's; eager has no values at infinity.
+# In float64 by the maths library; eager has no values at infinity.
 for _name in ("j0", "j1"):
     _add(f"fuser_{_name}_f64", f'  return x - x == 0 ? {_name}(x) : __builtin_nan("");\n', kind="double")
 for _name in ("y0", "y1"):
@@ -28,7 +28,7 @@ for _name in ("y0", "y1"):
   if (x == 0) return -__builtin_inf();
   return x > 0 && x < __builtin_inf() ? {_name}(x) : __builtin_nan("");
 """, kind="double")  # fmt: skip
-# float32's: up to 8 by x^2, from there on 9.2.5 and 9.2.6 with the rest of x modulo pi/2.
+# In float32: up to 8 by x^2; from 8 on by 9.2.5 and 9.2.6, with x reduced modulo pi/2.
 _NEAR = """\
   const double a = __builtin_fabsf(x), b = a < 8.0 ? a : 8.0, c = a < 8.0 ? 8.0 : a;
   const double t = FUSER_FMA(b * b, 0.03125, -1.0);
@@ -79,7 +79,7 @@ for _type, _d, _f in (("float", "f32", "f"), ("double", "f64", "")):
 """, kind=_type)  # fmt: skip
 
 
-# exp(x) K(x): up to 1 the series 9.6.11 and 9.6.13, whose terms but log(x / 2) + gamma < 0 are positive.
+# exp(x) K(x): up to 1 by the series 9.6.11 and 9.6.13, whose terms are positive except for log(x / 2) + gamma < 0.
 def _modified(order: int, scaled: bool) -> Callable[[str], str]:
     def body(mid: str) -> str:
         i, rest = _fit(f"K{order}_I", mid, "z"), _fit(f"K{order}_REST", mid, "z")
@@ -103,7 +103,7 @@ for _order in (0, 1):
     double_pair(HELPERS, f"k{_order}e", _modified(_order, True))
 
 
-# Of |x|; exp(x^2) takes the square with its rounding error.
+# Of |x|. exp(x^2) uses the square together with its rounding error.
 def _erfcx_of(mid: str, clamped: str) -> str:
     return f"""\
   const double a = {clamped}, far = a < 1e20 ? a : 1e20, t = (far - 4.0) / (far + 4.0);
@@ -135,7 +135,7 @@ double_pair(
 """.replace("LOG1P", "(double)fuser_log1p_f32" if mid else "fuser_log1p_f64").replace("LOG", "{log}")
     ),
 )
-# The inverse of erf at 2 x - 1, which is right where x is near 0 as well. In double ATen's is faster outside (0, 1).
+# The inverse of erf at 2 x - 1, which is also accurate near x = 0. In float64 ATen's is faster outside (0, 1).
 _add("fuser_ndtri_f32", f"""\
   const float square = 4.0f * x * (1.0f - x), w = -fuser_log_f32(square), s = __builtin_sqrtf(w);
   const float t = FUSER_FMAF(w, 0.4f, -1.0f), v = (1.0f / s - 0.2721505f) * 5.7122256f;

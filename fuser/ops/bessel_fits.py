@@ -1,5 +1,5 @@
 """Coefficients of bessel_cpp: see special_fits. Those of J, Y, their asymptotic series and cos are fitted for the least
-absolute error; all four serve float32 alone.
+absolute error; these are used only in float32.
 """
 
 from __future__ import annotations

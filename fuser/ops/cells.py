@@ -1,4 +1,4 @@
-"""From a cell of the table to C++ text: types, constants, conversions, loads and stores of the storage dtypes."""
+"""Expands cells of the table to C++ text; types, constants, conversions, loads and stores of the storage dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fuser.errors import Unsupported
 from fuser.ops.table import Cell, OpRow, ReductionRow, ScanRow
 from fuser.reasons import because
 
-# What a value of the dtype is in memory and, except for the two halves, in a register. Kernels open with the typedefs.
+# The C++ type of a dtype in memory and, except for 16-bit floats, in a register. Kernels begin with the typedefs.
 CPP_TYPES: dict[torch.dtype, str] = {
     torch.float32: "float", torch.float64: "double", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32",
     torch.int64: "i64", torch.uint8: "u8", torch.bool: "bool", torch.float16: "u16", torch.bfloat16: "u16",
@@ -23,16 +23,16 @@ typedef signed char i8; typedef unsigned char u8; typedef short i16; typedef uns
 typedef int i32; typedef unsigned int u32; typedef long long i64; typedef unsigned long long u64;
 """
 LOW = {torch.float16: "half", torch.bfloat16: "bfloat16"}
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # stored on GPUs alone
-_SUFFIX = {**CPP_TYPES, torch.float32: "f32", torch.float64: "f64"}  # of helpers
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # stored on GPUs only
+_SUFFIX = {**CPP_TYPES, torch.float32: "f32", torch.float64: "f64"}  # of helpers' names
 _BITS = {torch.int8: 8, torch.int16: 16, torch.int32: 32, torch.int64: 64, torch.uint8: 8}
 _ATOM = re.compile(r"[A-Za-z_]\w*|[\d.][\w.]*")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values stored as `dtype` are computed: float32 for the halves and less, else itself.
+    """The dtype in which values stored as `dtype` are computed: float32 for 16-bit and 8-bit floats, else itself.
 
-    Raises Unsupported for a dtype that no cell knows (complex, quantised, uint16 and wider).
+    Raises Unsupported for a dtype without cells (complex, quantised, uint16 and wider).
     """
     if dtype in LOW or dtype in FLOAT8:
         return torch.float32
@@ -53,7 +53,7 @@ def atom(text: str) -> str:
 
 
 def expand(cell: str, dtype: torch.dtype, args: tuple[str, ...]) -> str:
-    """The C++ template `cell` for arguments of `dtype`, its places filled with `args`."""
+    """The C++ template `cell` for arguments of `dtype`, with its placeholders filled by `args`."""
     return cell.format(
         *map(atom, args),
         T=CPP_TYPES[dtype],
@@ -76,7 +76,7 @@ def template(row: OpRow | ReductionRow | ScanRow, dtype: torch.dtype, cell: Cell
 
 
 def cell_of(row: OpRow | ReductionRow | ScanRow, cell: Cell, dtype: torch.dtype, language: str) -> str:
-    """The template that `cell` of a row has for `dtype`; Unsupported, which names the language, if there is none."""
+    """The template of a row's `cell` for `dtype`; Unsupported, which names the language, if there is none."""
     if callable(cell):
         cell = cell(dtype)
     if cell is None or dtype not in row.dtypes:
@@ -97,12 +97,12 @@ def _float_text(value: float, dtype: torch.dtype) -> str:
     if math.isinf(value):
         return f"{'-' if value < 0 else ''}__builtin_inf{suffix}()"
     short = repr(value)
-    # Short decimals stay readable; float32 ones are exact here too, as they come from a float32 value's double.
+    # Short decimals stay readable. They are exact in float32, too, since they come from a float32 value as a double.
     return (short if len(short) <= 8 else value.hex()) + suffix
 
 
 def wrap_int(value: int | float, dtype: torch.dtype) -> int:
-    """`value` modulo the range of the integer `dtype`, as eager wraps it; infinity and NaN are the least int64."""
+    """`value` modulo the range of the integer `dtype`, as in eager; infinity and NaN become the smallest int64."""
     bits = _BITS[dtype]
     if isinstance(value, float):
         value = int(value) if math.isfinite(value) else -(1 << 63)
@@ -111,7 +111,7 @@ def wrap_int(value: int | float, dtype: torch.dtype) -> int:
 
 
 def cpp_constant(value: bool | int | float, dtype: torch.dtype) -> str:
-    """`value` as a C++ constant of compute dtype `dtype`, exact to the bit; out-of-range values convert as eager's."""
+    """`value` as a C++ constant of compute dtype `dtype`, exact to the bit; out-of-range values convert as in eager."""
     if dtype is torch.bool:
         return "true" if value else "false"
     if dtype.is_floating_point:
@@ -144,7 +144,7 @@ def cpp_load(dtype: torch.dtype, text: str) -> str:
 
 
 def cpp_store(dtype: torch.dtype, text: str, exact: bool = False) -> str:
-    """What to store for the compute value `text` of a tensor of `dtype`, which has that very value if `exact`."""
+    """The element to store for the compute value `text` of a tensor of `dtype`; `exact`: it is exact in `dtype`."""
     if exact and dtype is torch.bfloat16:
         return f"fuser_store_exact_bfloat16({text})"
     if dtype in LOW:
@@ -154,7 +154,7 @@ def cpp_store(dtype: torch.dtype, text: str, exact: bool = False) -> str:
 
 
 def cpp_round(dtype: torch.dtype, text: str, tame: bool = False) -> str:
-    """The float32 value `text` rounded to the half `dtype`; `tame`: a NaN has zeros in its low 16 bits."""
+    """The float32 value `text` rounded to the 16-bit float `dtype`; `tame`: low 16 bits of a NaN are zero."""
     kind = "tame_bfloat16" if tame and dtype is torch.bfloat16 else LOW[dtype]
     return f"fuser_round_{kind}({text})"
 
@@ -162,7 +162,7 @@ def cpp_round(dtype: torch.dtype, text: str, tame: bool = False) -> str:
 def cpp_convert(source: torch.dtype, target: torch.dtype, text: str) -> str:
     """`text`, of compute dtype `source`, as eager converts it to `target`.
 
-    Where `target` is float16 or bfloat16 the result stays in float32, rounded to what `target` can hold.
+    If `target` is float16 or bfloat16 the result stays in float32, rounded to the precision of `target`.
     """
     source = compute_dtype(source)
     compute = compute_dtype(target)
@@ -173,7 +173,7 @@ def cpp_convert(source: torch.dtype, target: torch.dtype, text: str) -> str:
         wide = "i64" if compute is torch.int64 else "i32"
         text = f"fuser_{wide}_from_{_SUFFIX[source]}({text})"
         text = text if CPP_TYPES[compute] == wide else f"({CPP_TYPES[compute]}){text}"
-    elif source is torch.bool and compute.is_floating_point:  # g++ 12 makes no vectors of a cast
+    elif source is torch.bool and compute.is_floating_point:  # g++ 12 does not vectorise a cast
         text = f"({name} ? {cpp_constant(1.0, compute)} : {cpp_constant(0.0, compute)})"
     elif source is not compute:
         text = f"({CPP_TYPES[compute]}){name}"

@@ -1,4 +1,4 @@
-"""C++ helpers for conversions: float16 and bfloat16 in memory, floats to integers as x86 does it."""
+"""C++ helpers for conversions: float16 and bfloat16 in memory, floats to integers as on x86."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from fuser.machines import Machine
 
-# An instruction where there is one that the compiler has a builtin for. The bits are those of the other helper.
+# One instruction, if the compiler has a builtin for it. The bits are those of the other helper.
 _LONE_LOAD = """\
 FUSER_FN float fuser_lone_load_half(u16 h) {
 #if !defined(__clang__)
@@ -35,7 +35,7 @@ HELPERS: dict[str, str | Callable[[Machine], str]] = {
     "fuser_load_bfloat16": """\
 FUSER_FN float fuser_load_bfloat16(u16 h) { return FUSER_BITS(float, (u32)h << 16); }
 """,
-    # Round to nearest even; a NaN becomes the quiet one, as eager's.
+    # Round to nearest even; a NaN becomes the quiet NaN, as in eager.
     "fuser_store_bfloat16": """\
 FUSER_FN u16 fuser_store_bfloat16(float x) {
   const u32 b = FUSER_BITS(u32, x);
@@ -43,13 +43,13 @@ FUSER_FN u16 fuser_store_bfloat16(float x) {
   return (u16)(x != x ? 0x7fc0u : r);
 }
 """,
-    # For what a bfloat16 holds already.
+    # For values that a bfloat16 represents exactly.
     "fuser_store_exact_bfloat16": """\
 FUSER_FN u16 fuser_store_exact_bfloat16(float x) {
   return (u16)(x != x ? 0x7fc0u : FUSER_BITS(u32, x) >> 16);
 }
 """,
-    # The value nearest to x that a bfloat16 or a half has, in float: what a store and a load give, in fewer steps.
+    # x rounded to bfloat16 or float16, as a float: the result of a store and a load, in fewer steps.
     "fuser_round_bfloat16": """\
 FUSER_FN float fuser_round_bfloat16(float x) {
   const u32 b = FUSER_BITS(u32, x);
@@ -57,14 +57,14 @@ FUSER_FN float fuser_round_bfloat16(float x) {
   return FUSER_BITS(float, x != x ? 0x7fc00000u : r);
 }
 """,
-    # For an x that is no NaN, or one with zeros in its low 16 bits, which the sum does not carry out of.
+    # For an x that is not NaN, or a NaN with zeros in its low 16 bits, where the addition does not carry out of them.
     "fuser_round_tame_bfloat16": """\
 FUSER_FN float fuser_round_tame_bfloat16(float x) {
   const u32 b = FUSER_BITS(u32, x);
   return FUSER_BITS(float, (b + 0x7fffu + ((b >> 16) & 1u)) & 0xffff0000u);
 }
 """,
-    # A NaN keeps its sign and upper bits and becomes quiet, as processors with instructions for halves convert it.
+    # A NaN keeps its sign and upper bits and becomes quiet, as in hardware conversions to float16.
     "fuser_round_half": """\
 FUSER_FN float fuser_round_half(float x) {
   const u32 all = FUSER_BITS(u32, x), b = all & 0x7fffffffu, sign = all & 0x80000000u;
@@ -85,10 +85,10 @@ FUSER_FN float fuser_load_half(u16 h) {
   return FUSER_BITS(float, b | sign);
 }
 """,
-    # In loops that are not made vectors of.
+    # In loops that are not vectorised.
     "fuser_lone_load_half": lambda machine: _LONE_LOAD if machine.half_casts else _PLAIN_LOAD,
     "fuser_lone_store_half": lambda machine: _LONE_STORE if machine.half_casts else _PLAIN_STORE,
-    # Below 2^-14 adding 0.5 leaves the half's denormal, rounded to nearest even, in the low bits.
+    # Below 2^-14, adding 0.5 leaves the float16 denormal, rounded to nearest even, in the low bits.
     "fuser_store_half": """\
 FUSER_FN u16 fuser_store_half(float x) {
   const u32 all = FUSER_BITS(u32, x), b = all & 0x7fffffffu, sign = (all >> 16) & 0x8000u;
@@ -102,12 +102,12 @@ FUSER_FN u16 fuser_store_half(float x) {
 """,
 }
 
-# Out of range and NaN give the smallest integer, as cvtt* does. The float is put into range, not the integer: g++ would
-# thread jumps between a choice of integers and a clamp before it, and loops with such jumps get no vectors.
+# Out of range and NaN give the smallest integer, as cvtt* does. The float is clamped, not the integer: g++ would thread
+# jumps between a selection of integers and a clamp before it, and does not vectorise loops with such jumps.
 for _wide in ("i32", "i64"):
     for _name, _float in (("f32", "float"), ("f64", "double")):
         _limit = ("2147483648.0" if _wide == "i32" else "9223372036854775808.0") + ("f" if _name == "f32" else "")
-        # A double between the limit - 1 and the limit truncates to the limit - 1, which fits.
+        # A double between limit - 1 and limit truncates to limit - 1, which fits.
         _from = "-2147483649.0" if (_wide, _name) == ("i32", "f64") else None
         _above = f"x > {_from}" if _from else f"x >= -{_limit}"
         HELPERS[f"fuser_{_wide}_from_{_name}"] = f"""\

@@ -1,6 +1,6 @@
-"""C++ helpers: elementary functions of float64 where libmvec's are more than two ulps off, by the schemes of float_cpp.
+"""C++ helpers: elementary functions of float64, by the schemes of float_cpp, where libmvec's are over two ulps off.
 
-The other functions of float64 are libm's, in libmvec's vector form where there is one.
+Other float64 functions are libm's, in libmvec's vector form if there is one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _add("fuser_exp2_f64", f"""\
   return fuser_scale_f64(p, t, FUSER_FMA(c, 0.5, 6755399441055744.0));
 """)  # fmt: skip
 
-# Three parts of pi/2 leave the rest of |x| < 2^30 right to its last bit. Beyond that libm takes over.
+# Three parts of pi/2 keep the remainder of |x| < 2^30 exact to its last bit. Beyond that libm is called.
 _SIN = (
     -0.16666666666666666, 0.00833333333333093, -0.0001984126983673089, 2.7557316088203675e-06, -2.5051128856786725e-08,
     1.591791417048074e-10,
@@ -79,7 +79,7 @@ for _name, _turn in (("sin", 0), ("cos", 1)):
   const double y = turn & 1u ? c : s;
   return near ? FUSER_BITS(double, FUSER_BITS(u64, y) ^ ((turn & 2u) << 62)) : {_name}(large);
 """)  # fmt: skip
-# The quotient's second digit comes from what rounding took from r, the sine and the cosine.
+# The quotient's second digit comes from the rounding errors of r, the sine and the cosine.
 _add("fuser_tan_f64", f"""\
 {_TRIG}\
   const double r_low = FUSER_FMA(n, -0x1.1a62633145c07p-54, h - m) + FUSER_FMA(n, 0x1.f1976b7ed8fbcp-110, m - r);
@@ -92,9 +92,9 @@ _add("fuser_tan_f64", f"""\
   return near ? __builtin_copysign(y, y == 0.0 ? x : y) : tan(large);
 """)  # fmt: skip
 
-# The vector library takes what is outside a function's domain one element at a time: here it never sees that, but
-# another argument made of it. The domain is written in two ways, for the argument and for the value: of one, or of an
-# argument that is a number, g++ makes a branch around the call, and removes it.
+# The vector library handles arguments outside a function's domain one element at a time. Here it gets another argument
+# inside the domain instead. The domain is tested in two forms, for the argument and for the value: from a single test,
+# or an argument that is a constant, g++ would make a branch around the call, and remove the replacement.
 _POSITIVE = ("__builtin_fabs(x)", "x > 0.0", "x == 0.0 ? -__builtin_inf() : x < 0.0 ? NAN : x")
 _UNIT = ("__builtin_fabs(x) < 1.0000000000000002 ? x : x - __builtin_trunc(x)", "__builtin_fabs(x) <= 1.0", "NAN")
 for _name, (_argument, _inside, _edge) in {

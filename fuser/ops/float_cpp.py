@@ -1,10 +1,10 @@
-"""C++ helpers: elementary functions of float32, inline, without branches or calls, within one ulp or nearly.
+"""C++ helpers: elementary functions of float32, inline, without branches or calls, within about one ulp.
 
-Each is the textbook scheme: split off a power of two (or a multiple of pi/2) exactly, evaluate a short minimax
-polynomial of the rest, put the two together with care for the last bit. The polynomials were fitted for these
-intervals, each coefficient rounded to float32 before the next was fitted. Inlined, they cost less than a call of a
-vector library, which spills every register around each 16 elements, and they give the same bits in a vector loop, its
-tail and scalar code.
+Each follows the textbook scheme: split off a power of two (or a multiple of pi/2) exactly, evaluate a short minimax
+polynomial of the remainder, and combine the two with care for the last bit. The polynomials were fitted for these
+intervals; each coefficient was rounded to float32 before the next was fitted. Inlined, they cost less than a call of a
+vector library, which spills every register for each 16 elements. They give the same bits in a vector loop, its tail and
+scalar code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HELPERS: dict[str, str] = {}
 
 
 def define(helpers: dict[str, Any], name: str, body: str, args: str = "", kind: str = "float") -> None:
-    """Add the C++ helper `name`, which gives a `kind`; without `args` it takes one such number, `x`."""
+    """Add the C++ helper `name`, which returns a `kind`; without `args` it has one parameter of that type, `x`."""
     helpers[name] = f"FUSER_FN {kind} {name}({args or f'{kind} x'}) {{\n{body}}}\n"
 
 
@@ -46,11 +46,11 @@ _ROUND = """\
 """
 _REST = "  const float r = FUSER_FMAF(n, -1.4286068e-6f, FUSER_FMAF(n, -0.693145752f, {x}));\n"
 REDUCE = _ROUND + _REST
-# Where e^r - 1 must keep its relative error, r is h + l.
+# If e^r - 1 must keep its relative error, r is h + l.
 _SPLIT = _ROUND + "  const float h = FUSER_FMAF(n, -0.693145752f, {x}), l = n * -1.4286068e-6f, r = h + l;\n"
-# 2^n with n in the low bits of t, as long as that is normal. (Adding n to a result's exponent would undo a NaN.)
+# 2^n with n in the low bits of t, if the result is normal. (Adding n to a result's exponent would corrupt a NaN.)
 _add("fuser_pow2_of", "  return FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x3f800000u);\n", "float t")
-# p 2^n for every n that a result can need: two factors of about half of it, and only the second product rounds.
+# p 2^n for every n that a result can need: two factors of about half the exponent; only the second product rounds.
 _add("fuser_scale_f32", """\
   const i32 k = FUSER_BITS(i32, t) - 0x4b400000, half = k >> 1;
   return p * FUSER_BITS(float, (u32)(half + 127) << 23) * FUSER_BITS(float, (u32)(k - half + 127) << 23);
@@ -61,7 +61,7 @@ _add("fuser_exp_f32", f"""\
 {REDUCE.format(x="c")}\
   return fuser_scale_f32({horner("r", *EXP)}, t);
 """)  # fmt: skip
-# For arguments between -87 and 88: no overflow, no denormals.
+# For arguments between -87 and 88: neither overflow nor denormals.
 _add("fuser_exp_near_f32", REDUCE.format(x="x") + f"  return {horner('r', *EXP)} * fuser_pow2_of(t);\n")
 # For arguments up to 0: 2^n is 2^(n + 64), which is normal, times 2^-64, which rounds.
 _add("fuser_exp_below_f32", f"""\
@@ -69,7 +69,7 @@ _add("fuser_exp_below_f32", f"""\
 {REDUCE.format(x="c")}\
   return {horner("r", *EXP)} * FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x5f800000u) * 0x1p-64f;
 """)  # fmt: skip
-# The same with 0 for denormals, which would slow the multiplication down: 2^-127 becomes 0.
+# The same, with 0 for denormals, which would slow down the multiplication: 2^-127 becomes 0.
 _add("fuser_exp_down_f32", f"""\
   const float c = x < -88.03f ? -88.03f : x;
 {REDUCE.format(x="c")}\
@@ -82,7 +82,7 @@ _add("fuser_exp2_f32", f"""\
   const float p = FUSER_FMAF(r, {horner("r", *_EXP2)}, 1.0f);
   return fuser_scale_f32(p, t);
 """)  # fmt: skip
-# 2^n (e^r - 1) + (2^n - 1), by half of that so that 2^128 never appears.
+# 2^n (e^r - 1) + (2^n - 1), computed from half of 2^n, so that 2^128 never occurs.
 _add("fuser_expm1_f32", f"""\
   const bool low = x < -20.0f, high = x > 89.0f;
   const float over = high ? 89.0f : x, c = low ? -20.0f : over;
@@ -91,7 +91,7 @@ _add("fuser_expm1_f32", f"""\
   const float s = FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x3f000000u);
   return __builtin_copysignf(2.0f * FUSER_FMAF(s, p, s - 0.5f), x);
 """)  # fmt: skip
-# An odd polynomial up to 0.6, from there on 1 - 2e/(1 + e) with e = e^(-2|x|).
+# An odd polynomial up to 0.6; above, 1 - 2e/(1 + e) with e = e^(-2|x|).
 _add("fuser_tanh_f32", f"""\
   const float a = -2.0f * __builtin_fabsf(x), c = a < -20.0f ? -20.0f : a, z = x * x;
   const float small = FUSER_FMAF(x, z * {horner("z", *_TANH)}, x), e = fuser_exp_near_f32(c);
@@ -101,8 +101,8 @@ _add("fuser_sigmoid_f32", """\
   const float e = fuser_exp_below_f32(-__builtin_fabsf(x));
   return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 """)  # fmt: skip
-# The normal distribution's area below x with the absolute error of 1 + erf: for |x|, half of erfc is the e-th power of
-# a polynomial, whose leading coefficient is negative, so that it falls for ever.
+# The normal distribution function, with the absolute error of 1 + erf. For |x|, half of erfc is e to the power of a
+# polynomial whose leading coefficient is negative, so that it decreases without bound.
 _NORMAL = (
     -0.7978853, -0.3182991, -0.036386825, 0.0048948964, -9.407396e-05, -0.0001294024, 2.7369723e-05, -1.9713068e-06,
 )  # fmt: skip
@@ -111,8 +111,8 @@ _add("fuser_normal_cdf_f32", f"""\
   return x > 0.0f ? 1.0f - h : h;
 """)  # fmt: skip
 
-# x = 2^e (1 + f) with 1 + f in [2/3, 4/3): then log(1 + f) = f + q. Ranges are found by bits: g++ folds a comparison of
-# floats into one of `clamp` before it, and does not vectorise what comes of that.
+# x = 2^e (1 + f) with 1 + f in [2/3, 4/3): then log(1 + f) = f + q. Ranges are tested on bits: g++ folds a comparison
+# of floats into one of `clamp` before it, and does not vectorise the result.
 _LOG_SPLIT = """\
   const bool small = FUSER_BITS(i32, x) < 0x800000;
   const u32 b = FUSER_BITS(u32, small ? x * 8388608.0f : x) - 0x3f2aaaabu;
@@ -140,7 +140,7 @@ for _name, _scale, _low, _sum in (
   const float m = FUSER_FMAF(q, {_scale}, l);
   return fuser_log_edges_f32(x, {_sum});
 """)  # fmt: skip
-# u = 1 + x rounded; what the rounding lost joins f.
+# u = 1 + x rounded; the rounding error is added to f.
 LOG1P_SPLIT = (
     """\
   const float u = 1.0f + x, lost = (x < 1.0f ? x - (u - 1.0f) : 1.0f - (u - x)){low};
@@ -156,7 +156,7 @@ _add("fuser_log1p_f32", f"""\
   const float y = FUSER_FMAF(e, 0.693145752f, FUSER_FMAF(e, 1.4286068e-6f, f + q));
   return __builtin_copysignf(fuser_log_edges_f32(u, y), x);
 """)  # fmt: skip
-# For arguments from 0 to 1, of which only u above 4/3 is halved: the same bits.
+# For arguments from 0 to 1, where u is only halved above 4/3: the same bits.
 _add("fuser_log1p_unit_f32", f"""\
   const float u = 1.0f + x, lost = x - (u - 1.0f);
   const bool halved = FUSER_BITS(i32, u) >= 0x3faaaaab;
@@ -182,7 +182,7 @@ _ERFC_FAR = (
     1.0740069, -0.8833945, 0.59022784, -0.31046626, 0.11953349, -0.02683731, -0.0012402759, 0.0030709081,
     -0.00046962756, -0.00031449695,
 )  # fmt: skip
-# Half of erfc: below 3/4 by erf, from there on with e^(-a^2) of a square in two parts, and 2^n as in exp_below.
+# Half of erfc: below 3/4 by erf; above with e^(-a^2), the square in two parts, and 2^n as in exp_below.
 _add("fuser_half_erfc_f32", f"""\
   const float a = __builtin_fabsf(x), c = a > 10.5f ? 10.5f : a, z = x * x, h = c * c, l = FUSER_FMAF(c, c, -h);
   const float small = FUSER_FMAF(x, {horner("z", *_ERF_SMALL)}, x), q = 1.0f / (c + 3.0f), v = (c - 3.0f) * q;
@@ -193,9 +193,10 @@ _add("fuser_half_erfc_f32", f"""\
   return a < 0.75f ? FUSER_FMAF(-0.5f, small, 0.5f) : other;
 """)  # fmt: skip
 
-# The rest of x modulo pi/2 is taken in double. From 2^50 on, where the quotient would not be exact, x is an integer m
-# times 2^27, 2^54 or 2^79, whose rest modulo 2 pi is known to 106 bits. These three were chosen so that their products
-# with m stay below 2^50.02, and the product's rounding adds at most 1/8 to the rest: the polynomials hold up to 0.92.
+# The remainder of x modulo pi/2 is computed in double. From 2^50 on, where the quotient would not be exact, x is an
+# integer m times 2^27, 2^54 or 2^79, whose remainder modulo 2 pi is known to 106 bits. These three were chosen so that
+# their products with m stay below 2^50.02, and the product's rounding adds at most 1/8 to the remainder: the
+# polynomials are valid up to 0.92.
 _BUCKETS = (
     ("1125899906842624.0f", "0x1p-27", "-0x1.bcb4a23e73336p-1", "-0x1.4cc11b4920ae8p-57"),
     ("151115727451828646838272.0f", "0x1p-54", "0x1.0392366c0e65cp+1", "-0x1.af1dbc98e2e42p-56"),
@@ -224,7 +225,7 @@ _add("fuser_quadrant", f"""\
   *k = (u32)FUSER_BITS(u64, t);
   return r - lost;
 """, "float x, u32* k", "double")  # fmt: skip
-# Of |r| <= 0.92, by z = r^2 (mpmath, least squares at Chebyshev's points, weighted again until the errors were level):
+# For |r| <= 0.92, by z = r^2 (mpmath, least squares at Chebyshev's points, weighted again until the errors were level):
 # (sin(r) / r - 1) / z, 2.5e-10 of sin; (cos(r) - 1 + z / 2) / z^2, 6.2e-10 of cos.
 _SIN = (-0.16666667, 0.008333364, -0.00019845663, 2.752959e-06)
 _COS = (0.041666612, -0.0013885917, 2.4295729e-05)
@@ -239,7 +240,7 @@ for _name, _turn in (("sin", 0), ("cos", 1)):
   const float r = (float)fuser_quadrant(x, &k);
   return fuser_turned_f32(r, k + {_turn}u);
 """)  # fmt: skip
-# The same in double, as the quotient needs.
+# The same in double, as the quotient requires.
 _SIN_DOUBLE = (
     0.9999999999790946, -0.16666666543008007, 0.008333321630601418, -0.00019837391681096523, 2.703200650377624e-06,
 )  # fmt: skip
@@ -253,7 +254,7 @@ _SIN_COS = f"""\
 """
 _add("fuser_tan_f32", _SIN_COS + "  return (float)(k & 1u ? -c / s : s / c);\n")
 
-# |x|^y = 2^(y log2|x|) in double, where the logarithm's 2^-49 leaves a float right almost to its last half bit.
+# |x|^y = 2^(y log2|x|) in double, where the logarithm's error of 2^-49 keeps a float accurate almost to half an ulp.
 _LOG2_ODD = (
     2.885390081777928, 0.9617966939235576, 0.5770780174619049, 0.4121983764502204, 0.32061786411249854,
     0.2614034336517348, 0.24334989629499668,

@@ -1,6 +1,6 @@
-"""C++ helpers that read single elements of one or two bytes, as gathers of words: no machine gathers less than that.
+"""C++ helpers that gather elements of one or two bytes by gathers of words: no machine gathers narrower elements.
 
-The word around an element, aligned, lies in the same page, so what else is in it can be read too; it is shifted away.
+The aligned word around an element is in the same page, so the other bytes of it can be read too; they are shifted away.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """C++ helpers for integers: division that never traps, shifts, powers, gcd.
 
-Dividing by zero gives 0 and the smallest integer divided by -1 wraps: a machine instruction for either would end the
-process. Up to 32 bits the quotient is taken in floating point, where it is exact and vectorises: truncating a/b
-rounded to nearest is right as long as the type holds |a| with a bit to spare. Of 64 bits the quotient is taken twice,
-of the dividend and of what the first leaves, and is then off by one at most.
+Division by zero gives 0, and the smallest integer divided by -1 wraps: a machine instruction for either would end the
+process. Up to 32 bits the quotient is computed in floating point, where it is exact and vectorises: truncating a/b
+rounded to nearest is right if the type represents |a| with a bit to spare. For 64 bits two quotients are computed, of
+the dividend and of the remainder of the first; their sum is off by at most one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fuser.ops.float_cpp import define
 
 _TYPES = {"i8": "float", "i16": "float", "i32": "double", "u8": "float"}
 
-# By magnitudes, which are at most 2^63.
+# On magnitudes, which are at most 2^63.
 _NARROW = """\
 const i64 d = (b == 0) | (b == -1) ? 1LL : b, q = a / d;
     return b == -1 ? (i64)(0ULL - (u64)a) : b == 0 ? 0LL : q;"""
@@ -29,12 +29,12 @@ HELPERS: dict[str, str] = {}
 
 
 def _add(op: str, kind: str, body: str, args: str = "a b") -> None:
-    """Add `fuser_<op>_<kind>`, of integers of a type."""
+    """Add `fuser_<op>_<kind>`, whose parameters and result are integers of type `kind`."""
     define(HELPERS, f"fuser_{op}_{kind}", body, ", ".join(f"{kind} {a}" for a in args.split()), kind)
 
 
 def _division(name: str, wide: str, quotient: str | None) -> None:
-    """`quotient`: the type of floats in which it is taken, if in any."""
+    """Add the divisions of a type; `quotient`: the floating-point type that computes the quotient, if any."""
     if quotient:
         f = "f" if quotient == "float" else ""
         # The i32 quotient 2^31 (of INT_MIN / -1) has to wrap, so it goes through i64.
@@ -42,7 +42,7 @@ def _division(name: str, wide: str, quotient: str | None) -> None:
         body = f"const {quotient} q = __builtin_trunc{f}(({quotient})a / ({quotient})(b == 0 ? ({name})1 : b));\n"
         body += f"  return b == 0 ? ({name})0 : ({name})({via})q;"
     else:
-        # A division by a number is a multiplication, but what makes a floor of it costs more than it saves.
+        # A division by a constant is a multiplication, but the steps to a floor from it cost more than it saves.
         body = f"if (__builtin_constant_p(b)) {{\n    {_NARROW}\n  }}\n  return fuser_wide_div_i64(a, b);"
     floored = "fuser_wide_div_i64" if name == "i64" else f"fuser_trunc_div_{name}"
     _add("trunc_div", name, f"  {body}\n")
@@ -70,7 +70,7 @@ def _shifts(name: str, wide: str, bits: int) -> None:
     down = f"""\
   const bool out = (b < 0) | (b >= {most});
   return out ? ({name})({right}) : ({name})(a >> (out ? ({name})0 : b));"""
-    if bits < 32:  # what is shifted out is out, with the bits of the wider type that have room for it
+    if bits < 32:  # shifting out all bits of the wider type needs no selection
         own = f"u{bits}"
         left = f"  const {own} n = ({own})b < {bits} ? ({own})b : ({own}){bits};\n  return ({name})(a << n);"
         down = f"  const {own} n = ({own})b < {most} ? ({own})b : ({own}){most};\n  return ({name})(a >> n);"
@@ -80,7 +80,7 @@ def _shifts(name: str, wide: str, bits: int) -> None:
 
 def _loops(name: str, wide: str) -> None:
     product = "i64" if name == "i64" else "i32"
-    # As many steps as a narrow exponent has bits, one after another, become vectors; a loop does not.
+    # A fixed number of steps, one for each bit of a narrow exponent, vectorises; a loop does not.
     step = "r = n & 1 ? r * p : r;"
     steps = {"i8": 7, "u8": 8, "i16": 15}.get(name)
     power = " p *= p; n >>= 1;\n  ".join([step] * steps) if steps else f"for (; n; n >>= 1, p *= p) {step}"

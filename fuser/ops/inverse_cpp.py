@@ -1,8 +1,8 @@
 """C++ helpers: inverse trigonometric and all hyperbolic functions of float32, by the schemes of float_cpp.
 
-They are computed in float32 without branches, within two ulps for every argument, which was tried. The polynomials were
-found with mpmath in 40 digits: least squares of the result's relative error at Chebyshev's points, weighted again until
-the errors were level, each coefficient rounded to float32 before the next was fitted.
+They are computed in float32 without branches, within two ulps for every argument, which was tested. The polynomials
+were found with mpmath in 40 digits: least squares of the result's relative error at Chebyshev's points, weighted again
+until the errors were level; each coefficient was rounded to float32 before the next was fitted.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _ATAN = (
 # (sinh(x) / x - 1) / z by z = x^2, z <= 1: 3.0e-10 of sinh.
 _SINH = (0.16666667, 0.0083333105, 0.00019842896, 2.7822132e-06)
 
-# pi/2 is 1.57079637 less 4.371139e-8. From 1/2 on asin a is pi/2 - 2 asin(root of (1 - a) / 2), whose root is NaN where
-# there is none.
+# pi/2 is 1.57079637 less 4.371139e-8. From 1/2 on asin a is pi/2 - 2 asin(sqrt((1 - a) / 2)), where the square root is
+# NaN outside the domain.
 _ARC = f"""\
   const float a = __builtin_fabsf(x);
   const bool far = a > 0.5f;
@@ -50,7 +50,7 @@ _add("fuser_atan_f32", f"""\
   const float r = FUSER_FMAF(t * z, {horner("z", *_ATAN)}, t);
   return __builtin_copysignf(a > 1.0f ? 1.57079637f - (r + 4.371139e-8f) : r, x);
 """)  # fmt: skip
-# The angle from the nearer axis, r, and that axis: 0, pi/2 or pi.
+# The angle r from the nearer axis, and the angle of that axis: 0, pi/2 or pi.
 _add("fuser_atan2_f32", f"""\
   const float a = __builtin_fabsf(x), b = __builtin_fabsf(y);
   const bool steep = b > a, left = (i32)FUSER_BITS(u32, x) < 0;
@@ -62,12 +62,12 @@ _add("fuser_atan2_f32", f"""\
   return __builtin_copysignf(axis + (turned - axis_low), y);
 """, "float y, float x")  # fmt: skip
 
-# log(1 + x + l), l much less than x.
+# log(1 + x + l), where l is much smaller than x.
 _add("fuser_log1p_sum_f32", f"""\
 {float_cpp.LOG1P_SPLIT.replace("{low}", " + l")}\
   return fuser_log_edges_f32(u, FUSER_FMAF(e, 0.693145752f, FUSER_FMAF(e, 1.4286068e-6f, f + q)));
 """, "float x, float l")  # fmt: skip
-# log(a + s) with s the root of a^2 + 1; s - 1 is a^2 / (1 + s). From 2^30 on it is log(2 a).
+# log(a + s) with s the square root of a^2 + 1; s - 1 is a^2 / (1 + s). From 2^30 on it is log(2 a).
 _add("fuser_asinh_f32", """\
   const float a = __builtin_fabsf(x);
   const bool far = a > 1073741824.0f;
@@ -75,7 +75,7 @@ _add("fuser_asinh_f32", """\
   const float y = fuser_log1p_sum_f32(h, far ? 0.0f : a - h + r);
   return __builtin_copysignf(y + (far ? 0.6931472f : 0.0f), x);
 """)  # fmt: skip
-# log(1 + t + s) with t = x - 1 and s the root of t (t + 2).
+# log(1 + t + s) with t = x - 1 and s the square root of t (t + 2).
 _add("fuser_acosh_f32", """\
   const bool far = x > 1073741824.0f;
   const float t = x - 1.0f, c = far ? 1.0f : t, q = FUSER_FMAF(c, c, 2.0f * c), s = __builtin_sqrtf(q);
@@ -90,7 +90,7 @@ _add("fuser_atanh_f32", """\
   const float l = (FUSER_FMAF(-h, d, 2.0f * a) - h * (1.0f - d - a)) * inverse;
   return __builtin_copysignf(0.5f * fuser_log1p_sum_f32(h, a < 1.0f ? l : 0.0f), x);
 """)  # fmt: skip
-# Half of e^a, a >= 0: 2^n is 2^(n - 2) times 4, as 2^128 is no float.
+# Half of e^a, a >= 0: 2^n is 2^(n - 2) times 4, as 2^128 is not a float.
 _add("fuser_half_exp_f32", f"""\
   const float c = a > 89.5f ? 89.5f : a;
 {float_cpp.REDUCE.format(x="c")}\

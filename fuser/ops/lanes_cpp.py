@@ -1,9 +1,9 @@
-"""C++ for explicit vectors of float32 lanes, in which halves cost one instruction to load, to store and to round.
+"""C++ for explicit vectors of float32 lanes, where 16-bit floats take one instruction to load, store or round.
 
-g++ makes vectors of loops, but not of conversions between half and float: as integers, a load takes eight instructions
-and a rounding thirteen, where machines with F16C and AVX-512 have one and two. A machine's row says how its vectors are
-spelled, if at all. With a compiler without these builtins `FUSER_LANES` is 0, and kernels have a plain loop instead.
-Both give the same bits.
+g++ vectorises loops, but not conversions between float16 and float32: as integers, a load takes eight instructions and
+a rounding thirteen, while machines with F16C and AVX-512 have one and two. A machine's row says how its vectors are
+spelled, if at all. If the compiler lacks these builtins `FUSER_LANES` is 0, and kernels use a plain loop instead. Both
+give the same bits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
 from fuser.ops import float_cpp, inverse_cpp, special
 
-# `lanes_f` is a vector of floats, `lanes_i` one of what a comparison gives, 0 or -1. Pairs are neighbours in memory,
-# two bfloat16 in a word: a vector of the even ones and one of the odd ones take an instruction each.
+# `lanes_f` is a vector of floats, `lanes_i` the result of a comparison, 0 or -1 per lane. A pair is two adjacent
+# bfloat16 in one word: a vector of the even elements and one of the odd elements take one instruction each.
 _TEXT = """\
 #if defined(__clang__)
 #define FUSER_LANES 0
@@ -145,11 +145,10 @@ FUSER_FN lanes_f fuser_lanes_minimum(lanes_f a, lanes_f b) { return fuser_lanes_
 
 @dataclass(frozen=True)
 class Spelled:
-    """How a family of instruction sets spells vectors, with g++'s builtins.
+    """The spelling of vectors for a family of instruction sets, with g++'s builtins.
 
-    lanes: floats in one. words: conversions, roots, roundings, sums of products.
-    some: loads and stores of chosen lanes.
-    unless_nan: a value, or the sum of two others where one of these is no number.
+    lanes: number of floats in a vector. words: conversions, square roots, roundings, sums of products. some: masked
+    loads and stores. unless_nan: a value, or the sum of two others if one of these is NaN.
     """
 
     lanes: int
@@ -293,7 +292,7 @@ def _lanes(machine: Machine) -> str:
     return text.replace("WORDS\n", spelled.words).replace("SOME\n", spelled.some)
 
 
-# A piece has room for a whole number of vectors; what is behind its `count` elements may be anything.
+# A piece has room for a whole number of vectors; elements after its first `count` may have any value.
 _PIECES = {
     "fuser_piece_from_half": """\
 FUSER_FN void fuser_piece_from_half(float* to, const u16* from, i64 count) {
@@ -307,7 +306,7 @@ FUSER_FN void fuser_piece_from_half(float* to, const u16* from, i64 count) {
 #endif
 }
 """,
-    # Zeros before the element `low` and from `high` on, where nothing is read.
+    # Zeros before element `low` and from element `high` on, which are not read.
     "fuser_piece_between": """\
 FUSER_FN void fuser_piece_between(float* to, const u16* from, i64 count, i64 low, i64 high) {
 #if FUSER_LANES
@@ -334,8 +333,8 @@ FUSER_FN void fuser_piece_to_half(u16* to, const float* from, i64 count) {
 """,
 }
 
-# Every second element: of two vectors, the second of which begins so that nothing behind the last one is read. Of a
-# mask's bits the lower half stands for lanes that the first one has.
+# Every second element, from two vectors. The second vector begins early enough that nothing after the last element is
+# read. The lower half of a mask's bits is for lanes in the first vector.
 _SECOND = """\
 #if FUSER_LANES
 #if defined(__BMI2__)
@@ -378,7 +377,7 @@ FUSER_FN lanes_f fuser_lanes_part_of_second_NAME(const T* p, lanes_m m) {
 
 
 def _loads_second() -> dict[str, str]:
-    """These loads of each type of elements."""
+    """The strided loads for each element type."""
     found = {}
     for kind, vector, element, index in (
         ("float", "lanes_f", "float", "lanes_i"), ("half", "lanes_h", "u16", "lanes_h"),
@@ -391,7 +390,7 @@ def _loads_second() -> dict[str, str]:
 
 
 def _piece(text: str, machine: Machine) -> str:
-    """A piece's function: without such vectors the part for others alone."""
+    """The text of a piece's function; on machines without such vectors only the plain loop."""
     if machine.lanes:
         return text
     head, rest = text.split("#if FUSER_LANES\n")
@@ -403,7 +402,7 @@ HELPERS: dict[str, str | Callable[[Machine], str]] = {
     "fuser_lanes_second": _SECOND, **_loads_second(),
 }  # fmt: skip
 
-# Elementary functions that have a form for vectors: the text of the one for scalars, with other types.
+# Elementary functions with a vector form: the text of the scalar form, with other types.
 FUNCTIONS = tuple(row.name for row in special.ROWS if row.inline)
 _INSIDE = ("exp_near", "exp_below", "log_edges", "half_exp", "log1p_sum", "log1p_unit", "turned")
 _FOR_VECTORS = (
@@ -427,7 +426,7 @@ def _for_vectors(text: str) -> str:
 
 
 _SCALE = "fuser_lanes_scale_f32"
-# One instruction, where there is one for p 2^n with one rounding; t is n + 1.5 * 2^23.
+# One instruction, on machines that compute p 2^n with one rounding; t is n + 1.5 * 2^23.
 _SCALED = f"""\
 #if defined(FUSER_LANES_SCALE)
 FUSER_FN lanes_f {_SCALE}(lanes_f p, lanes_f t) {{ return FUSER_LANES_SCALE(p, t - 12582912.0f); }}
@@ -438,7 +437,7 @@ TEXT#endif
 
 @functools.cache
 def _vector_form(name: str) -> str:
-    """The helper `name`, a scalar one's form for vectors. Made when a kernel needs it: the patterns take 4 ms."""
+    """The vector form of a scalar helper. It is made when a kernel needs it: the patterns take 4 ms."""
     scalar = (float_cpp.HELPERS | inverse_cpp.HELPERS)[name.replace("fuser_lanes_", "fuser_")]
     text = f"#if FUSER_LANES\n{_for_vectors(scalar)}#endif\n"
     return _SCALED.replace("TEXT", text) if name == _SCALE else text
@@ -452,9 +451,9 @@ for _name in (*(f"fuser_{n}_f32" for n in (*FUNCTIONS, *_INSIDE, "atan2")), "fus
     _name = _name.replace("fuser_", "fuser_lanes_")
     HELPERS[_name] = partial(_vector_helper, _name)
 
-# As in float_cpp the rest modulo pi/2 is taken in double, by halves of a vector; vectors with a number in one of
-# that helper's buckets, or infinite, ask it for each of theirs. The bits are the same. That comes last: so g++ computes
-# what sine and cosine of one number share once.
+# As in float_cpp, the remainder modulo pi/2 is computed in double, by halves of a vector. Vectors with an element in
+# one of that helper's buckets, or infinite, call it for each element. The bits are the same. The call comes last, so
+# that g++ computes common subexpressions of a number's sine and cosine once.
 _SINE = f"""\
 static __attribute__((noinline, unused)) lanes_f fuser_lanes_NAME_far(lanes_f x) {{
   for (int i = 0; i < FUSER_LANES; ++i) x[i] = fuser_NAME_f32(x[i]);

@@ -18,7 +18,7 @@ def _both(name: str, args: str, body: str) -> None:
         define(HELPERS, f"fuser_{name}_{d}", text, ", ".join(f"{kind} {a}" for a in args.split()), kind)
 
 
-# libm's own; those that the package has in better form are in `float_cpp`, `inverse_cpp` and `double_cpp`.
+# libm's own functions; better ones of the package are in `float_cpp`, `inverse_cpp` and `double_cpp`.
 for _name in "asinh atan cosh erf expm1 sinh tanh".split():
     HELPERS[f"fuser_{_name}_f64"] = f"FUSER_FN double fuser_{_name}_f64(double x) {{ return {_name}(x); }}\n"
 for _name in "atan2 hypot".split():
@@ -36,9 +36,9 @@ FUSER_FN float fuser_erfc_f32(float x) {
   return inside ? value : edge;
 }
 """
-# Exact, since what is left of `a` after whole multiples of `b` is a double again: the quotient in two digits of 40
-# bits, each right to one unit at least. Vectors in which some quotient is larger ask libm, element by element. libmvec
-# has no such function: these have the names under which a compiler looks for one (the vector function ABI of x86-64).
+# Exact, since the remainder of `a` after whole multiples of `b` is a double: the quotient is computed in two digits of
+# 40 bits, each within one unit. Vectors with a larger quotient call libm, element by element. libmvec has no such
+# function: these have the names under which a compiler looks for one (the vector function ABI of x86-64).
 _VECTOR_FMOD = """\
 #if defined(FUSER_SIMD_MATH)
 template <int N> struct fuser_doubles { typedef double type __attribute__((vector_size(8 * N))); };
@@ -141,7 +141,7 @@ for _kind, _f, _d, _ in _WIDTHS:
 
 
 def sum_of_logs(name: str, suffix: str, total: str, more: str = "") -> str:
-    """C++ text of log(exp(a) + exp(b)): `total` has the larger argument `m` and the other one less that, `d`."""
+    """C++ text of log(exp(a) + exp(b)): in `total`, `m` is the larger argument and `d` the other one minus `m`."""
     kind, f = ("float", "f") if suffix == "f32" else ("double", "")
     return f"""\
 FUSER_FN {kind} fuser_{name}_{suffix}({kind} a, {kind} b) {{
@@ -153,7 +153,7 @@ FUSER_FN {kind} fuser_{name}_{suffix}({kind} a, {kind} b) {{
 """
 
 
-# One after another, libm's own functions are done sooner than those made for vectors.
+# In a sequential loop libm's scalar functions are faster than vector ones.
 HELPERS["fuser_logaddexp_in_order_f64"] = sum_of_logs(
     "logaddexp_in_order", "f64", "(m + __builtin_log1p(__builtin_exp(d)))"
 )

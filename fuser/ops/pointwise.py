@@ -1,4 +1,4 @@
-"""Rows of exact ops: arithmetic, comparisons, bits, selection. Their results have the same bits as eager's."""
+"""Rows of exact ops: arithmetic, comparisons, bits, selection. Their results have eager's bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def by_width(single: str, double: str) -> Callable[[torch.dtype], str | None]:
 
 
 def in_lanes(floats: str | None = None, flags: str | None = None) -> Callable[[torch.dtype], str | None]:
-    """Templates for vectors of float32 and of flags; of float64 where the cell for scalars will do."""
+    """Vector templates for float32 and flags; for float64, if the scalar cell also works for vectors."""
     doubles = floats if floats == SAME else None
     return lambda d: {torch.float32: floats, torch.float64: doubles, torch.bool: flags}.get(d)
 
@@ -39,8 +39,8 @@ _TRITON_MUL = ("({0} * {1})", "({0} * {1})", "({0} & {1})")
 _TRITON_MAX = ("tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "tl.maximum({0}, {1})", "({0} | {1})")
 _TRITON_MIN = ("tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "tl.minimum({0}, {1})", "({0} & {1})")
 
-_TRITON_DIV = by_width("tl.div_rn({0}, {1})", "({0} / {1})")  # Triton's / of float32 is 2 ulps off
-_TRITON_NEG = "({0} * -1.0)"  # Triton's own minus is 0 - x, which has another zero
+_TRITON_DIV = by_width("tl.div_rn({0}, {1})", "({0} / {1})")  # Triton's / in float32 is 2 ulps off
+_TRITON_NEG = "({0} * -1.0)"  # Triton's unary minus is 0 - x, which gives another zero
 
 
 def _wrap(sign: str) -> str:
@@ -139,7 +139,7 @@ ROUNDING = tuple(
     )
 )
 
-# Ties give the second argument of maximum and minimum, the first of fmax and fmin: which zero comes out follows eager.
+# Ties give the second argument of maximum and minimum, the first of fmax and fmin: the sign of a zero follows eager.
 EXTREMES = (
     OpRow(
         "maximum", 2, torch.maximum, by("FUSER_EXTREME({0}, >, {1})", "{0} > {1} ? {0} : {1}", "{0} | {1}"),
@@ -253,7 +253,7 @@ LOGICAL = (
 )  # fmt: skip
 
 SELECTION = (
-    # g++ makes vectors of logic, but not of a choice between bools.
+    # g++ vectorises logic, but not a selection between bools.
     OpRow(
         "where", 3, torch.where, by("{0} ? {1} : {2}", "{0} ? {1} : {2}", "({0} & {1}) | (!{0} & {2})"),
         "tl.where({0}, {1}, {2})", signature="btt", selects=(1, 2), lanes=_BOTH,

@@ -1,4 +1,4 @@
-"""C++ helpers for orthogonal polynomials of a degree that is an argument: recurrences, step by step as eager's are.
+"""C++ helpers for orthogonal polynomials whose degree is an argument: recurrences with the same steps as eager's.
 
 Formulas: Abramowitz and Stegun, Handbook of Mathematical Functions, chapter 22.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from fuser.ops.float_cpp import define
 
 HELPERS: dict[str, str] = {}
-# Degrees are cut off to whole numbers; what is no degree gives 0, as in eager.
+# Degrees are truncated to integers; an invalid degree gives 0, as in eager.
 _DEGREE = """\
   if (!(n > -1 && n < ({T})9e18)) return 0;
   const i64 k = (i64)n;
@@ -23,8 +23,8 @@ def _polynomial(name: str, body: str) -> None:
         define(HELPERS, f"fuser_{name}_{d}", text, f"{kind} x, {kind} n", kind)
 
 
-# The four kinds of Chebyshev: the value at 1 and its size at -1, the form by angles and the degree from which it is
-# used inside (-1, 1), and the polynomial of degree 1.
+# The four kinds of Chebyshev polynomials: the value at 1 and its magnitude at -1, the trigonometric form and the degree
+# from which it is used inside (-1, 1), and the polynomial of degree 1.
 _KINDS = {
     "t": ("1", "1", "cos(k * a)", 6, "y"),
     "u": ("k + 1", "k + 1", "sin((k + 1) * a) / sin(a)", 8, "y + y"),

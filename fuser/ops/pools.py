@@ -1,7 +1,7 @@
-"""`fuser::max_pool_offsets`: a max pool that says where in its window the largest element is, a byte for each.
+"""`fuser::max_pool_offsets`: a max pool that returns the offset of the largest element in its window, one byte each.
 
-ATen's says where in the image, 8 bytes for each. `backward` is its gradient, which needs no more than the offsets.
-Windows extend along the last `len(kernel)` dims, two or three; an offset counts their places row-major.
+ATen's returns the index in the image, 8 bytes each. `backward` is the gradient, which needs only the offsets. Windows
+extend along the last `len(kernel)` dims, two or three; an offset counts their elements in row-major order.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _backward_meta(
 
 
 def _like(grad: torch.Tensor, size: Sizes, channels_last: bool) -> torch.Tensor:
-    """A tensor of sizes `size`, whose elements say nothing."""
+    """A tensor of sizes `size`, with uninitialised elements."""
     order = (torch.channels_last if len(size) == 4 else torch.channels_last_3d) if channels_last else None
     return torch.empty(size, dtype=grad.dtype, device=grad.device, memory_format=order or torch.contiguous_format)
 

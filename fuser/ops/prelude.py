@@ -1,9 +1,9 @@
-"""C++ helpers that cells call, by name. A source gets those it names, and those that they name, and no others.
+"""C++ helpers that cells call, by name. A source includes the helpers that it names, and those that they name in turn.
 
-No header is included. Helpers are `static inline`, take and give scalars, and are free of branches wherever that is
-possible, so that a compiler vectorises the loop they are inlined into. Functions of libm are declared, not included:
-those that glibc's libmvec has in vector form carry the attribute that lets g++ call it (`FUSER_SIMD_MATH` is defined by
-the toolchain where linking with -lmvec works). What depends on the machine is a function of its row.
+No header is included. Helpers are `static inline`, have scalar parameters and results, and avoid branches where
+possible, so that a compiler vectorises the loop that they are inlined into. Functions of libm are declared, not
+included: those that glibc's libmvec has in vector form have the attribute that lets g++ call it (the toolchain defines
+`FUSER_SIMD_MATH` if linking with -lmvec works). Text that depends on the machine is a function of its row.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _FUSED = """\
 #define FUSER_FMAF(a, b, c) __builtin_fmaf(a, b, c)
 #define FUSER_FMA(a, b, c) __builtin_fma(a, b, c)
 """
-# A product of floats is exact in double; one of doubles is the sum of two (Dekker), and so is the sum of two doubles
-# (Knuth). Helpers need that of numbers in the middle of double's range; others are rounded twice.
+# A product of floats is exact in double. A product of doubles is a sum of two doubles (Dekker), and so is the sum of
+# two doubles (Knuth). Helpers need that in the middle of double's range; other numbers are rounded twice.
 _UNFUSED = """\
 FUSER_FN float fuser_fused_f32(float a, float b, float c) { return (float)((double)a * (double)b + (double)c); }
 FUSER_FN double fuser_fused_f64(double a, double b, double c) {
@@ -56,9 +56,9 @@ _MACROS: dict[str, Text] = {
 #define FUSER_VEC __attribute__((const))
 #endif
 """,
-    # NaN if either argument is, as g++ 12 vectorises chains of it: it does not those of `(a > b) | (a != a) ? a : b`.
-    # Where the first is a number, as the limits of clamp are, the comparison alone keeps the NaN of the second. clang
-    # looks for a number through the initialisers of all names behind it, in time exponential in a chain's length.
+    # NaN if either argument is. g++ 12 vectorises chains of this form, but not of `(a > b) | (a != a) ? a : b`. If the
+    # first argument is a constant, such as a limit of clamp, the comparison alone keeps a NaN of the second. clang
+    # searches for a constant through the initialisers of all names, in time exponential in a chain's length.
     "FUSER_EXTREME": """\
 #if defined(__clang__)
 #define FUSER_EXTREME(a, wins, b) (__builtin_isunordered(a, b) ? (a) + (b) : (a) wins (b) ? (a) : (b))
@@ -67,11 +67,11 @@ _MACROS: dict[str, Text] = {
   : (__builtin_isunordered(a, b) ? (a) + (b) : (a) wins (b) ? (a) : (b)))
 #endif
 """,
-    # The same for a first value that does not change in a loop.
+    # The same for a loop-invariant first value.
     "FUSER_BOUND": """\
 #define FUSER_BOUND(a, wins, b) ((a) != (a) ? (a) : (a) wins (b) ? (a) : (b))
 """,
-    # With one rounding, where it is no instruction, too: helpers take the rest that it leaves of a product.
+    # With one rounding even where the machine has no instruction: helpers use the rounding error of a product.
     "FUSER_FMA": lambda machine: _FUSED if machine.fma else _UNFUSED,
     "FUSER_BITS": """\
 #define FUSER_BITS(T, x) __builtin_bit_cast(T, x)
@@ -79,8 +79,8 @@ _MACROS: dict[str, Text] = {
 }
 _ALIASES = {"FUSER_FMAF": "FUSER_FMA"}
 
-# Functions of libm that helpers call: by number of arguments, those with a vector form in libmvec first (glibc 2.35 and
-# later for most).
+# Functions of libm that helpers call: by number of arguments, first those with a vector form in libmvec (for most,
+# glibc 2.35 or later).
 _UNARY = "acos acosh asin asinh atan atanh cos cosh erf erfc expm1 log log10 log1p log2 sin sinh tan tanh"
 _LIBM = (
     ("FUSER_VEC ", 1, _UNARY),
@@ -132,12 +132,12 @@ def helpers_in(source: str) -> tuple[str, ...]:
 
 
 def cell_helpers(cell: str) -> list[str]:
-    """The helpers that the text of a cell calls."""
+    """Names of the helpers that the text of a cell calls."""
     return _CELL_WORD.findall(cell)
 
 
 def known_helpers(words: Iterable[str]) -> tuple[str, ...]:
-    """Those of the helpers that are in this prelude."""
+    """The names among `words` that are helpers of this prelude, each once."""
     return tuple(dict.fromkeys(w for w in map(_alias, words) if w in PRELUDE))
 
 
@@ -152,7 +152,7 @@ def _needs(name: str, machine: Machine) -> list[str]:
 
 
 def prelude_for(names: Iterable[str], machine: Machine) -> str:
-    """The text for `machine` of the helpers `names` and of all that they need, each once, in order of need."""
+    """The text for `machine` of the helpers `names` and all helpers that they need, each once, dependences first."""
     done: dict[str, None] = {}
 
     def visit(name: str) -> None:

@@ -1,4 +1,4 @@
-"""`fuser::product(bias, x, w)`: the product of matrices that a pass leaves to a kernel of the package."""
+"""`fuser::product(bias, x, w)`: a matrix product that a pass assigns to a kernel of the package."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Random numbers that are functions of a seed: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3", 2011), and the operators `fuser.uniform_like` and `fuser.normal_like` by which graphs ask for them.
+"""Random numbers that are functions of a seed: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+3", 2011), and the operators `fuser.uniform_like` and `fuser.normal_like` by which graphs request them.
 
-The key is a tensor of one 64-bit seed, the counter a quarter of an element's place and the number of a stream; of the
-four words that this gives, each of four neighbours has its own. So an element's number depends on nothing else: not on
-threads, tiles, strides or device, and what is recomputed is the same.
+The key is a tensor of one 64-bit seed; the counter is an element's number divided by four, and the number of a stream.
+A block has four words, one for each of four adjacent elements. So an element's random number depends on nothing else:
+not on threads, tiles, strides or device, and recomputation gives the same number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOW = 0xFFFFFFFF
 
 
 def _product(a: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of a product of 32-bit numbers, without an overflow of the high ones."""
+    """High and low 32 bits of a product of 32-bit numbers, computed without overflow."""
     upper, lower = (a >> 16) * multiplier, (a & 0xFFFF) * multiplier
     return (upper + (lower >> 16)) >> 16, (((upper & 0xFFFF) << 16) + lower) & _LOW
 
@@ -31,7 +31,7 @@ def _product(a: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.Tens
 def philox(
     key: tuple[torch.Tensor, torch.Tensor], counter: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The four 32-bit words of a block, as int64 tensors: of two words of key and four of counter."""
+    """The four 32-bit words of a block, as int64 tensors, from two words of key and four of counter."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(_ROUNDS):
@@ -43,7 +43,7 @@ def philox(
 
 
 def philox_uniform(seed: torch.Tensor, stream: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """float32 in [0, 1), multiples of 2**-24, of int64 seeds, streams and places."""
+    """float32 in [0, 1), multiples of 2**-24, from int64 seeds, streams and element numbers."""
 
     def words(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x & _LOW, (x >> 32) & _LOW
@@ -54,12 +54,12 @@ def philox_uniform(seed: torch.Tensor, stream: torch.Tensor, index: torch.Tensor
 
 
 def philox_even(seed: torch.Tensor, stream: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The number at the even place of the pair of neighbours in which `index` lies."""
+    """The number at the even index of the pair that contains `index`."""
     return philox_uniform(seed, stream, index & ~1)
 
 
 def philox_odd(seed: torch.Tensor, stream: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The number at the odd place of the pair of neighbours in which `index` lies."""
+    """The number at the odd index of the pair that contains `index`."""
     return philox_uniform(seed, stream, index | 1)
 
 
@@ -71,10 +71,10 @@ COS_PI = (0.9999999997799046, -4.934802137078827, 4.058709159556141, -1.33521200
 
 
 def normal_of(call: Callable[..., Any], first: Any, second: Any, odd: Any) -> Any:
-    """A standard normal number of two uniform ones, by Box and Muller, of which each pair gives two.
+    """A standard normal number from two uniform ones, by Box and Muller; each pair gives two.
 
-    The even one is `r * cos(t)`, the odd one `r * sin(t)`, with `t = 2 pi second`; of `v = second - 1/2` these are
-    `2 sin(pi v)**2 - 1` and `-2 sin(pi v) cos(pi v)`. `call(name, ...)` computes an op of the table.
+    The even one is `r * cos(t)`, the odd one `r * sin(t)`, with `t = 2 pi second`; with `v = second - 1/2` these are `2
+    sin(pi v)**2 - 1` and `-2 sin(pi v) cos(pi v)`. `call(name, ...)` computes an op of the table.
     """
 
     def polynomial(z: Any, coefficients: Sequence[float]) -> Any:
@@ -92,7 +92,7 @@ def normal_of(call: Callable[..., Any], first: Any, second: Any, odd: Any) -> An
 
 
 def _cpp_block() -> str:
-    """The four words of a block of `seed` and `stream`.
+    """C++ text for the four words of a block of `seed` and `stream`.
 
     Words stay in 64-bit lanes: packing them for the 32-bit part of a round costs more than half-empty lanes.
     """
@@ -121,7 +121,7 @@ FUSER_FN float fuser_philox_word(i64 seed, i64 stream, i64 place, i64 word) {
   return (float)(i32)((word & 1 ? odd : even) >> 8) * 0x1p-24f;
 }
 """
-# Numbers of `count` neighbours from `place` on. Eight blocks at a time, whose words are then put in turn.
+# Numbers of `count` adjacent elements from `place` on, from eight blocks at a time, whose words are then interleaved.
 _CPP_FILL = """\
 FUSER_FN float fuser_philox_unit(u32 word) { return (float)(i32)(word >> 8) * 0x1p-24f; }
 static void fuser_philox_fill(float* to, i64 seed, i64 stream, i64 place, i64 count, int word) {
@@ -152,8 +152,8 @@ static void fuser_philox_fill(float* to, i64 seed, i64 stream, i64 place, i64 co
 HELPERS = {
     "FUSER_PHILOX_BLOCK": _cpp_block(), "fuser_philox_word": _CPP_WORD, "fuser_philox_fill": _CPP_FILL,
 }  # fmt: skip
-# `quads` gives the words of four neighbours for each block, along the tile's last dim or the first of two, which makes
-# that four times as long. What a thread has stays with it: tl.join and tl.reshape only name registers anew.
+# `quads` gives the words of four adjacent elements for each block, along the tile's last dim or the first of two, which
+# becomes four times as long. Each thread keeps its words: tl.join and tl.reshape only rename registers.
 TRITON_HELPERS = {
     "fuser_philox": """\
 @triton.jit
@@ -231,8 +231,8 @@ def _uniform_like_meta(seed: torch.Tensor, stream: int, like: torch.Tensor) -> t
     return torch.empty(like.shape, dtype=torch.float32, device=like.device)
 
 
-# uniform_like(seed, stream, like): float32 in [0, 1) for each element of `like`, of which only the sizes count;
-# normal_like: standard normal ones.
+# uniform_like(seed, stream, like): float32 in [0, 1) for each element of `like`, of which only the sizes are used;
+# normal_like: standard normal numbers.
 LIBRARY: Any = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define("uniform_like(Tensor seed, int stream, Tensor like) -> Tensor")
 LIBRARY.impl("uniform_like", _uniform_like, "CompositeExplicitAutograd")

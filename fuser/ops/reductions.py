@@ -1,4 +1,4 @@
-"""Rows of reductions."""
+"""The rows of the table of reductions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _same(dtype: torch.dtype) -> torch.dtype:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Integers and bools add up in int64, as eager's do."""
+    """Integers and bools are summed in int64, as in eager."""
     return dtype if dtype.is_floating_point else torch.int64
 
 
@@ -28,21 +28,21 @@ def _to_bool(_: torch.dtype) -> torch.dtype:
 
 
 def smallest(dtype: torch.dtype) -> int | float | bool:
-    """The least value of a dtype."""
+    """The smallest value of a dtype."""
     if dtype is torch.bool:
         return False
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def largest(dtype: torch.dtype) -> int | float | bool:
-    """The greatest value of a dtype."""
+    """The largest value of a dtype."""
     if dtype is torch.bool:
         return True
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def _dim_by_dim(op: Callable[..., Any]) -> Callable[[torch.Tensor, Dims, bool], torch.Tensor]:
-    """`op(x, dim, keepdim)` over several dims, the last first."""
+    """`op(x, dim, keepdim)` applied to several dims, the last first."""
 
     def run(x: torch.Tensor, dims: Dims, keepdim: bool) -> torch.Tensor:
         for d in sorted(dims, reverse=True):
@@ -65,7 +65,7 @@ def _index(op: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor, Dims, boo
 
 
 def _replaces(sign: str) -> Callable[[torch.dtype], str | None]:
-    """Better value, or the same value at a lower index. NaN is better than any number and equal to NaN."""
+    """Whether the value is better, or equal at a lower index. NaN is better than any number and equal to NaN."""
     floats = (
         f"({{2}} {sign} {{0}}) | (({{2}} != {{2}}) & ({{0}} == {{0}}))"
         " | ((({2} == {0}) | (({2} != {2}) & ({0} != {0}))) & ({3} < {1}))"
@@ -75,13 +75,13 @@ def _replaces(sign: str) -> Callable[[torch.dtype], str | None]:
 
 
 def _overtakes(worse: str, sign: str) -> Callable[[torch.dtype], str | None]:
-    """Better value, or NaN where there was none: what is not worse or equal."""
+    """Whether the value is better, or NaN where there was none: neither worse nor equal."""
     return by(f"!({{1}} {worse} {{0}}) & ({{0}} == {{0}})", f"{{1}} {sign} {{0}}", f"{{1}} {sign} {{0}}")
 
 
 ADD = by("{0} + {1}", "({T})(({U}){0} + ({U}){1})")
 MUL = by("{0} * {1}", "({T})(({U}){0} * ({U}){1})")
-# The first of equal ones stays: of zeros of both signs, as in eager.
+# The first of equal values stays, also of zeros of both signs, as in eager.
 _MAX = by("({0} >= {1}) | ({0} != {0}) ? {0} : {1}", "{0} > {1} ? {0} : {1}", "{0} | {1}")
 _MIN = by("({0} <= {1}) | ({0} != {0}) ? {0} : {1}", "{0} < {1} ? {0} : {1}", "{0} & {1}")
 

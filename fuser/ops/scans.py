@@ -1,4 +1,4 @@
-"""Rows of scans: sums, products and extremes of all values up to a place."""
+"""Rows of scans: sums, products and extremes of all values up to an index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fuser.ops.table import FLOATS, ScanRow
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Eager's accumulators on the CPU."""
+    """Eager's accumulator dtypes on the CPU."""
     return torch.float64 if dtype.is_floating_point else torch.int64
 
 
@@ -21,7 +21,7 @@ def _same(dtype: torch.dtype) -> torch.dtype:
 
 
 def _better(sign: str) -> str:
-    """A later value replaces an equal one; NaN replaces everything and is replaced by NaN alone."""
+    """The condition for a later value to replace the result, also an equal one; NaN is only replaced by NaN."""
     return f"({{1}} != {{1}}) | ({{1}} {sign} {{0}})"
 
 

@@ -1,13 +1,13 @@
-"""C++ helpers that scan a block of a row: what lies side by side in `x` goes on from a carry, into `y`.
+"""C++ helpers that scan a block of a row: contiguous elements of `x` continue from a carry, into `y`.
 
-Each step of a scan waits for the one before it, unless several are taken at once: a vector is scanned in the logarithm
-of its length, by itself, and then joined with the carry. Vectors have 32 bytes everywhere, so that sums have the same
-bits on every machine. `y` (and `at`, for places) may be null, where the result alone counts, or `x` itself.
+Each step of a scan depends on the previous one, unless several are done together: a vector is scanned by itself, in a
+logarithmic number of steps, and then combined with the carry. Vectors have 32 bytes everywhere, so that sums have the
+same bits on every machine. `y` (and `at`, for indices) may be null, if only the final result is needed, or `x` itself.
 """
 
 from __future__ import annotations
 
-# Per element: its type, how many are in a vector, and the elements of vectors of as many places.
+# Per element: its C++ type, the number in a vector, and the element type of vectors of indices of as many lanes.
 _VECTORS = {
     "f64": ("double", 4, "i64"), "f32": ("float", 8, "i32"), "i64": ("i64", 4, "i64"), "i32": ("i32", 8, "i32"),
     "u64": ("u64", 4, "i64"),
@@ -23,7 +23,7 @@ def _lanes(width: int, first: int) -> str:
 
 
 def _vector(name: str) -> str:
-    """The vector type, and its moves: from memory, to it, one value in all lanes, the last lane in all."""
+    """The vector type, and its moves: a load, a store, a broadcast of a value, a broadcast of the last lane."""
     kind, width, _ = _VECTORS[name]
     last = ", ".join([str(width - 1)] * width)
     return f"""\
@@ -38,13 +38,13 @@ FUSER_FN void fuser_last_{name}(fuser_vector_{name}& v) {{
 
 
 def _up(name: str, by: int) -> str:
-    """Lanes moved up; what comes in below is from `low`."""
+    """The lanes of `v` moved up by `by`; lanes from `low` move in below."""
     width, mask = _VECTORS[name][1], f"fuser_vector_{_VECTORS[name][2]}"
     return f"FUSER_BLEND({mask}, low, v, {_lanes(width, width - by)})"
 
 
 def _scan_vector(name: str, join: str, width: int | None = None) -> str:
-    """Statements that scan the vector `v`; `join` makes it of itself and `w`, the lanes before."""
+    """Statements that scan the vector `v`; `join` combines it with `w`, the lanes before."""
     width = width or _VECTORS[name][1]
     steps = [by for by in (1, 2, 4) if by < width]
     return " ".join(f"{{ const vec w = {_up(name, by)}; v = {join}; }}" for by in steps)
@@ -92,7 +92,7 @@ FUSER_FN void fuser_scan_{kind}_{suffix}(const {value}* x, const i64 n, {carry}&
 
 
 def _total(name: str, kind: str, carry: str) -> str:
-    """What a block's sum adds to the carry."""
+    """The helper that adds a block's sum to the carry."""
     return f"""\
 FUSER_FN void fuser_total_sum_{name}(const {kind}* x, const i64 n, {carry}& carry, {kind}*) {{
   {carry} total[32] = {{}};
@@ -109,7 +109,7 @@ FUSER_FN void fuser_total_sum_{name}(const {kind}* x, const i64 n, {carry}& carr
 """
 
 
-# Up to the first NaN, numbers are compared. From there on only NaNs count.
+# Up to the first NaN, numbers are compared. After it only NaNs count.
 _FIND_NAN = """\
   if (acc != acc) {
     k = 0;
@@ -131,7 +131,7 @@ _AFTER_NAN = """\
 
 
 def _extreme_vectors(name: str, over: str, start: str) -> str:
-    """The part of a block that is whole vectors. Places are counted from the one that was carried in: `none`, of 0."""
+    """The whole vectors of a block. Indices are counted from the carried one, for which 0 (`none`) stands."""
     _, width, place = _VECTORS[name]
     number = _VECTORS[place][0]
     if place == "i32":
@@ -176,7 +176,7 @@ def _extreme_vectors(name: str, over: str, start: str) -> str:
 
 
 def _extreme(how: str, name: str) -> str:
-    """The running extreme, and the place of its last appearance; NaN stays, and the place is the last NaN's."""
+    """The running extreme, and the index of its last occurrence; a NaN stays, with the index of the last NaN."""
     kind, width, place = _VECTORS[name]
     over, start = (">", _ENDS[name][0]) if how == "max" else ("<", _ENDS[name][1])
     floating = name.startswith("f")
@@ -209,7 +209,7 @@ FUSER_FN void fuser_scan_{how}_{name}(
 
 
 HELPERS: dict[str, str] = {
-    # Lanes of two vectors, those of the second numbered on.
+    # Lanes of two vectors; those of the second are numbered after those of the first.
     "FUSER_BLEND": """\
 #if defined(__clang__) || __GNUC__ >= 12
 #define FUSER_BLEND(I, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

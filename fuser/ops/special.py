@@ -1,4 +1,4 @@
-"""Rows of transcendental and special functions: right to a few units in the last place."""
+"""Rows of transcendental and special functions, accurate to a few units in the last place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _unary(
     name: str, eval: Callable[..., torch.Tensor], domain: tuple[float, float] = (-4.0, 4.0), triton: Cell = None,
     cost: int = 20, ulps: float = 2.0, **traits: Any,
 ) -> OpRow:  # fmt: skip
-    """A function with a helper of its own for each width."""
+    """The row of a function with its own helper for each width."""
     triton = triton or f"libdevice.{name}({{0}})"
     return OpRow(
         name, 1, eval, f"fuser_{name}_{{D}}({{0}})", triton, FLOATS, cost=cost, domain=domain, ulps=ulps, **traits
@@ -29,7 +29,7 @@ def _unary(
 
 
 def _own(*args: Any, **traits: Any) -> OpRow:
-    """One whose helpers are straight-line code of the package, for scalars and for vectors."""
+    """The row of a function whose helpers are straight-line code of the package, for scalars and for vectors."""
     return _in_vectors(_unary(*args, plain_nan=True, inline=True, **traits))
 
 
@@ -47,7 +47,7 @@ ELEMENTARY = (
         "exp", torch.exp, (-90.0, 90.0), cost=10, exponential=True, within=_POSITIVE, fast=_EXP2,
         near=Near(-math.inf, 0.0, "exp_below_f32", _UNIT),
     ),
-    _own(  # of what is at most 0, or NaN
+    _own(  # for arguments of at most 0, or NaN
         "exp_down", torch.exp, (-87.0, 0.0), "libdevice.exp({0})", 9, exponential=True, within=_UNIT, fast=_EXP2
     ),
     _own(
@@ -79,11 +79,11 @@ ELEMENTARY = (
     ),
     _own("erf", torch.erf, (-5.0, 5.0), fast="fuser_erf_fast({0})"),
     _unary("erfc", torch.erfc, (-5.0, 11.0)),
-    _own(  # right to what 1 + erf is right to, in absolute terms: what gelu needs
+    _own(  # with the absolute error of 1 + erf, as gelu needs
         "normal_cdf", torch.special.ndtr, (0.0, 8.0), "(0.5 + 0.5 * libdevice.erf(0.7071067811865476 * {0}))",
         within=_UNIT, fast="fuser_normal_cdf_fast({0})",
     ),
-    # Of what is rounded before, as in ndtr, where a tail's digits are lost: 4.5 ulps at most.
+    # Of rounded arguments, as in ndtr, where a tail's digits are lost: at most 4.5 ulps.
     _own(
         "half_erfc", lambda x: 0.5 * torch.erfc(x), (-4.0, 11.0), "(0.5 * libdevice.erfc({0}))", 25, 5.0
     ),
@@ -154,7 +154,7 @@ def _ndtri(dtype: torch.dtype) -> str:
     return "fuser_ndtri_{D}({0})"
 
 
-# Eager's float64 is off by up to 1e-6 between 2 and 20, where its two formulas meet; kernels have the exact value.
+# Eager's float64 is off by up to 1e-6 between 2 and 20, where its two formulas meet; kernels give the exact value.
 _MEETING = (torch.float64,)
 BESSEL = (
     *(

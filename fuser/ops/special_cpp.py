@@ -1,9 +1,8 @@
-"""C++ helpers for special functions: polynomials and quotients of them per interval, chosen between without branches.
+"""C++ helpers for special functions: polynomials and rational functions per interval, selected without branches.
 
-Each is written twice: in double (`_f64`), and for float32 (`_f32`) in double of fewer terms, but ndtri, whose
-float32 form is in float. What is left of a function by its polynomial is all that is computed beside it, so
-that loops of them become vectors. Formulas: Abramowitz and Stegun, Handbook of Mathematical Functions, chapters 6, 7,
-9 and 23.
+Each is written twice: in double (`_f64`), and for float32 (`_f32`) in double with fewer terms; only ndtri's float32
+form is in float. Besides its polynomial, a function computes only a few operations, so that loops of it vectorise.
+Formulas: Abramowitz and Stegun, Handbook of Mathematical Functions, chapters 6, 7, 9 and 23.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _add = partial(define, HELPERS, kind="double")
 
 
 def polynomial(x: str, coefficients: tuple[float, ...]) -> str:
-    """C++ text of the polynomial in double."""
+    """C++ text of the polynomial in double, lowest degree first."""
     return horner(x, *coefficients, double=True)
 
 
@@ -30,7 +29,7 @@ _add("fuser_exp_mid", f"""\
   const double r = FUSER_FMA(n, -0.6931471805599453, c);
   return {polynomial("r", fits.EXP_MID)} * FUSER_BITS(double, (FUSER_BITS(u64, t) << 52) + 0x3ff0000000000000ULL);
 """)  # fmt: skip
-# Of what is normal: x = 2^e m with m from sqrt(1/2) to sqrt(2).
+# For normal numbers: x = 2^e m with m from sqrt(1/2) to sqrt(2).
 _add("fuser_log_normal", f"""\
   const u64 b = FUSER_BITS(u64, x) - 0x3fe6a09e667f3bcdULL;
   const double e = FUSER_BITS(double, ((b + (1024ULL << 52)) >> 52) | 0x4330000000000000ULL) - 4503599627371520.0;
@@ -60,7 +59,7 @@ for _name, _wide, _power, _scale in (
 
 
 def double_pair(helpers: dict[str, str], name: str, body: Callable[[str], str]) -> None:
-    """Add `fuser_<name>_f64` and, by way of `_mid`, `_f32`; `body` takes what its fits' names end with."""
+    """Add `fuser_<name>_f64` and, by way of `_mid`, `_f32`; `body` gets the suffix of its fits' names."""
     for suffix, mid in (("f64", ""), ("mid", "_MID")):
         exp, log = ("fuser_exp_mid", "fuser_log_mid") if mid else ("fuser_exp_f64", "fuser_log_f64")
         text = body(mid).replace("{exp}", exp).replace("{log}", log).replace("{mid}", suffix)
@@ -69,15 +68,15 @@ def double_pair(helpers: dict[str, str], name: str, body: Callable[[str], str]) 
 
 
 def fit(name: str, mid: str, x: str) -> str:
-    """C++ text of the polynomial of special_fits that is called `name`, or of its short form."""
+    """C++ text of the polynomial `name` of special_fits; with `mid`, of its short form."""
     return polynomial(x, getattr(fits, name + mid))
 
 
-# The power series' place takes a polynomial up to 8, its coefficients all positive; from there on 9.7.1's.
+# Up to 8 a polynomial replaces the power series, all coefficients positive; above 8 the series 9.7.1.
 def _bessel(order: int, scaled: bool) -> Callable[[str], str]:
     def body(mid: str) -> str:
         small = fit(f"I{order}", mid, "z")
-        growth = "({exp}(a) + (a - a))" if mid else "{exp}(a)"  # infinity by 0 is no number, in eager too
+        growth = "({exp}(a) + (a - a))" if mid else "{exp}(a)"  # infinity times 0 is NaN, in eager too
         return f"""\
   const double a = __builtin_fabs(x), b = a < 8.0 ? a : 8.0, z = b * b;
   const double u = FUSER_FMA(16.0, 1.0 / (a < 8.0 ? 8.0 : a), -1.0);
@@ -93,7 +92,7 @@ for _order in (0, 1):
     double_pair(HELPERS, f"i{_order}", _bessel(_order, False))
     double_pair(HELPERS, f"i{_order}e", _bessel(_order, True))
 
-# By w = -log(1 - x^2), or its root where that is large. (The vector library's log is slow for what is negative.)
+# By w = -log(1 - x^2), or its square root if that is large. (The vector library's log is slow for negative numbers.)
 _add("fuser_erfinv_f64", f"""\
   const double square = (1.0 - x) * (1.0 + x), w = -fuser_log_f64(__builtin_fabs(square)), s = __builtin_sqrt(w);
   const double t = FUSER_FMA(w, 0.32, -1.0), u = (s - 4.255) * 0.5698005698005698;
@@ -111,7 +110,8 @@ define(HELPERS, "fuser_erfinv_f32", f"""\
 """)  # fmt: skip
 
 
-# Of |x|: a quotient up to 3, or 8 (below 1 of y + 1), then Stirling's series 6.1.41; below 0 the reflection 6.1.17.
+# Of |x|: a rational function up to 3, or 8 (of y + 1 below 1), then Stirling's series 6.1.41; below 0 the reflection
+# 6.1.17.
 def _lgamma(mid: str) -> str:
     bound = "8.0" if mid else "3.0"
     return f"""\
@@ -132,7 +132,7 @@ def _lgamma(mid: str) -> str:
 double_pair(HELPERS, "lgamma", _lgamma)
 
 
-# The zero, 1.46..., is in two parts. From 8 on the series 6.3.18, below 0 the reflection 6.3.7.
+# The zero, 1.46..., is in two parts. From 8 on the series 6.3.18; below 0 the reflection 6.3.7.
 def _digamma(mid: str) -> str:
     return f"""\
   const bool left = x < 0;
@@ -156,7 +156,7 @@ def _digamma(mid: str) -> str:
 double_pair(HELPERS, "digamma", _digamma)
 
 
-# From 1/2 on: 6.4.6 to a large argument, then 6.4.12.
+# From 1/2 on: 6.4.6 up to a large argument, then 6.4.12.
 def _trigamma_right(mid: str) -> str:
     steps = 6 if mid else 10
     bernoulli = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6)
@@ -171,7 +171,7 @@ def _trigamma_right(mid: str) -> str:
 
 double_pair(HELPERS, "trigamma_right", _trigamma_right)
 
-# Hurwitz's zeta by Euler and Maclaurin (23.2.23 with an offset): ten terms, then Bernoulli's numbers.
+# Hurwitz's zeta by the Euler-Maclaurin formula (23.2.23 with an offset): ten terms, then Bernoulli numbers.
 _ZETA = """\
   if (s == 1) return __builtin_inf();
   if (s < 1) return __builtin_nan("");

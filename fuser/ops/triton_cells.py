@@ -1,4 +1,4 @@
-"""From a cell of the table to Triton text: types, constants, conversions, loads and stores of the storage dtypes.
+"""Expands cells of the table to Triton text; types, constants, conversions, loads and stores of storage dtypes.
 
 Nothing here imports Triton. Cells see compute dtypes: float16 and bfloat16 are computed in float32.
 """
@@ -19,7 +19,7 @@ TRITON_TYPES: dict[torch.dtype, str] = {
     torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16",
 }  # fmt: skip
 _NARROW = (*LOW, *FLOAT8)
-# What a kernel's signature calls a pointer to the dtype. Bools and 8-bit floats lie in memory as bytes.
+# The pointer type of a dtype in a kernel's signature. Bools and 8-bit floats are stored as bytes.
 TRITON_POINTERS: dict[torch.dtype, str] = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32",
     torch.int64: "*i64", torch.uint8: "*u8", torch.bool: "*u8", torch.float16: "*fp16", torch.bfloat16: "*bf16",
@@ -28,19 +28,19 @@ TRITON_POINTERS: dict[torch.dtype, str] = {
 
 
 def triton_template(row: OpRow | ReductionRow, dtype: torch.dtype, fast: bool = False) -> str:
-    """The Triton template of `row` for arguments of compute dtype `dtype`; raises Unsupported if there is none."""
+    """The Triton template of `row` for arguments of compute dtype `dtype`; Unsupported if there is none."""
     if fast and dtype is torch.float32 and isinstance(row, OpRow) and row.fast:
         return row.fast
     return cell_of(row, row.triton, dtype, "Triton")
 
 
 def triton_expand(cell: str, dtype: torch.dtype, args: tuple[str, ...]) -> str:
-    """The Triton template `cell` for arguments of `dtype`: {0} {1} … are filled in, {T} is the arguments' type."""
+    """The Triton template `cell`, with {0} {1} … filled by `args`, and {T} by the type of arguments of `dtype`."""
     return cell.format(*map(atom, args), T=TRITON_TYPES[dtype])
 
 
 def triton_number(value: bool | int | float, dtype: torch.dtype) -> str:
-    """`value` as Python text of a constant of compute dtype `dtype`; out-of-range values convert as eager's."""
+    """`value` as Python text of a constant of compute dtype `dtype`; out-of-range values convert as in eager."""
     if dtype is torch.bool:
         return "1" if value else "0"
     if dtype.is_floating_point:
@@ -71,7 +71,7 @@ def triton_load(dtype: torch.dtype, text: str) -> str:
 
 
 def triton_store(dtype: torch.dtype, text: str) -> str:
-    """What to store for the compute value `text` of a tensor of `dtype`."""
+    """The element to store in a tensor of `dtype` for the compute value `text`."""
     if dtype in _NARROW:
         return _narrowed(dtype, text)
     if dtype is torch.bool:
@@ -85,7 +85,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _narrowed(dtype: torch.dtype, text: str) -> str:
-    """`text`, a float32 value, as eager stores it in a half or less. What overflows 8 bits differs between versions."""
+    """`text`, a float32 value, as eager stores it in 16 or 8 bits. Overflow of 8 bits depends on torch's version."""
     if dtype in FLOAT8:
         suffix = "_or_nan" if dtype is torch.float8_e4m3fn and not _saturates() else ""
         return f"fuser_store_{_name(dtype)}{suffix}({text})"
@@ -94,14 +94,14 @@ def _narrowed(dtype: torch.dtype, text: str) -> str:
 
 @functools.cache
 def _saturates() -> bool:
-    """Whether this torch makes the largest float8_e4m3fn, not NaN, of what is larger."""
+    """Whether this torch converts larger values to the largest float8_e4m3fn, not to NaN."""
     return not bool(torch.tensor(1e9).to(torch.float8_e4m3fn).float().isnan())
 
 
 def triton_convert(source: torch.dtype, target: torch.dtype, text: str) -> str:
     """`text`, of compute dtype `source`, as eager converts it to `target`.
 
-    Where `target` is narrower than float32 the result stays in float32, rounded to what `target` can hold.
+    If `target` is narrower than float32 the result stays in float32, rounded to the precision of `target`.
     """
     source = compute_dtype(source)
     compute = compute_dtype(target)

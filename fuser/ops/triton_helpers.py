@@ -1,7 +1,7 @@
-"""Triton helpers that cells call, by name: `@triton.jit` functions as text. A source gets those it names.
+"""Triton helpers that cells call, by name: `@triton.jit` functions as text. A source includes those that it names.
 
-Functions of NVIDIA's libdevice do what CUDA's own maths functions do, which eager calls; the hardware's approximations
-are used where their error disappears in what follows.
+Functions of NVIDIA's libdevice compute the same as CUDA's own maths functions, which eager calls. The hardware's
+approximations are used where later rounding hides their error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _WORD = re.compile(r"\bfuser_\w+")
 _CAPABILITY = "FUSER_CAPABILITY = tl.constexpr(0)  # of the device: compile_worker.py puts it in; 0: any, or none\n"
 
 
-# Triton's integer division truncates, as C's does.
+# Triton's integer division truncates, as in C.
 _FLOOR = """\
     d = tl.where(b == 0, 1, b).to(b.dtype)
     q = a // d
@@ -27,8 +27,8 @@ _SHIFT = """\
     far = (b < 0) | (b >= bits)
     near = tl.where(far, 0, b).to(b.dtype)
 """
-# 8-bit floats lie in memory as bytes. Hopper converts as eager does, but for what is too large; all other devices, and
-# the interpreter, by the bits: a number is loaded as a half whose exponent is 8 too small (0x7f is NaN), ...
+# 8-bit floats are stored as bytes. Hopper converts as eager does, except on overflow. All other devices, and the
+# interpreter, use the bits: a number is loaded as a float16 whose exponent is 8 too small (0x7f is NaN), ...
 _LOAD_E4M3FN = """\
     if FUSER_CAPABILITY >= 90:
         return q.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -38,8 +38,8 @@ _LOAD_E4M3FN = """\
         value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         return tl.where(low == 127, float('nan'), value)
 """
-# ... and rounded to nearest, ties to even, by adding to the bits; where fewer bits are left, by adding a float that has
-# none below them.
+# ... and rounded to nearest, ties to even, by adding to the bits; for denormals, by adding a float that has no bits
+# below the last one that is kept.
 _STORE_FLOAT8 = """\
     if FUSER_CAPABILITY >= 90:
         {prepared}
@@ -63,15 +63,15 @@ _E5M2 = {
     "drop": 21, "least": "0x38800000", "top": 124, "prepared": "",
     "fixed": "rounded = tl.where(x >= 61440.0, 124, tl.where(x <= -61440.0, 252, rounded))",
 }  # fmt: skip
-# Not by the bytes: Triton 3.6 makes two from one conversion, and where something is done to both and they are converted
-# back, the second is lost.
+# Not on the bytes: Triton 3.6 duplicates the conversion, and if both results are changed and converted back, the second
+# is lost.
 _OR_NAN = "x = tl.where(tl.abs(x) > 464.0, float('nan'), x)"
-# Of up to 128 argument sets, the last one whose first program is not after this one.
+# Of up to 128 argument sets, the last one whose first program is at or before this program.
 _FIND_MEMBER = """\
     first = tl.load(table + tl.arange(0, 128))
     return tl.sum((first <= pid).to(tl.int32), 0) - 1
 """
-# tanh: an odd polynomial up to 0.6, from there on 1 - 2 / (e^2x + 1).
+# tanh: an odd polynomial up to 0.6; above, 1 - 2 / (e^2x + 1).
 _TANH = """\
     z = x * x
     p = 0.020797929 + z * -0.005896697
@@ -82,7 +82,7 @@ _TANH = """\
     large = 1.0 - 2.0 / (tl.exp2(2.8853900817779268 * x) + 1.0)
     return tl.where(z < 0.36, small, large)
 """
-# The same to 17 bits, for results that are rounded to 12 or 9. libdevice's exp2 is the hardware's.
+# tanh to 17 bits, for results that are rounded to 12 or 9. libdevice's exp2 is the hardware's.
 _TANH_FAST = """\
     z = x * x
     small = x + x * z * (-0.3333333 + z * 0.1333333)
@@ -101,7 +101,7 @@ _ERF_FAST = """\
     small = x * (1.1283791671 + z * (-0.3761263890 + z * 0.1128379167))
     return tl.where(z < 0.09, small, tl.where(x < 0, -large, large))
 """
-# The area under the normal curve: the same polynomial, halved; in the tail nothing cancels.
+# The normal distribution function: the same polynomial, halved; in the tail nothing cancels.
 _NORMAL_CDF_FAST = """\
     t = libdevice.fast_dividef(1.0, 1.0 + 0.23164189 * tl.abs(x))
     p = -0.7265760135 + t * 0.5307027145
@@ -112,7 +112,7 @@ _NORMAL_CDF_FAST = """\
     return tl.where(x < 0, tail, 1.0 - tail)
 """
 
-# A quotient of zero has the sign that the division has: Triton makes a zero of the constant -0.0.
+# A zero quotient has the sign that the division gives: Triton turns the constant -0.0 into 0.0.
 _FLOOR_DIV = """\
     r = libdevice.fmod(a, b)
     q = {quotient}
@@ -134,7 +134,7 @@ TRITON_HELPERS: dict[str, str] = dict(random.TRITON_HELPERS)
 
 
 def _add(head: str, body: str) -> None:
-    """Add the function of that head."""
+    """Add the helper with the signature `head`."""
     TRITON_HELPERS[head.partition("(")[0]] = f"@triton.jit\ndef {head}:\n{body}"
 
 
@@ -174,7 +174,7 @@ _add("fuser_load_float8_e4m3fn(q)", _LOAD_E4M3FN)
 _add("fuser_store_float8_e4m3fn(x)", _STORE_FLOAT8.format(**_E4M3FN, top=126, prepared=""))
 _add("fuser_store_float8_e4m3fn_or_nan(x)", _STORE_FLOAT8.format(**_E4M3FN, top=127, prepared=_OR_NAN))
 _add("fuser_store_float8_e5m2(x)", _STORE_FLOAT8.format(**_E5M2))
-# The upper byte of a half.
+# The bits are the upper byte of a float16.
 _add("fuser_load_float8_e5m2(q)", "    return (q.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)\n")
 for _name, _text in (
     ("sum", "a + b"), ("prod", "a * b"), ("logaddexp", "fuser_logaddexp(a, b)"),
@@ -182,7 +182,7 @@ for _name, _text in (
     ("min", "tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)"),
 ):  # fmt: skip
     _add(f"fuser_combine_{_name}(a, b)", f"    return {_text}\n")
-# Better value, or the same value at a lower index. NaN is better than any number and equal to NaN.
+# Whether a value is better, or equal at a lower index. NaN is better than any number and equal to NaN.
 for _name, _sign in (("argmax", ">"), ("argmin", "<")):
     _add(f"fuser_better_{_name}(v, i, w, j)", f"""\
     same = (w == v) | ((w != w) & (v != v))
@@ -195,7 +195,7 @@ for _name, _sign in (("argmax", ">"), ("argmin", "<")):
 
 
 def triton_prelude(source: str) -> str:
-    """Text of the helpers that `source` calls and of those that they call, each once, in order of need."""
+    """Text of the helpers that `source` calls and of those that they call, each once, dependences first."""
     done: dict[str, None] = {}
 
     def visit(name: str) -> None:
