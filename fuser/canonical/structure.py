@@ -67,7 +67,7 @@ def _filled(form: Form, results: Sequence[Any]) -> Any:
 
 # -- graphs with containers around flat inputs and results: from torch.export, or traced with containers ---------------
 def _items(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """The forms inside a form."""
+    """The forms of a form's items."""
     return list(spec.children() if hasattr(spec, "children") else spec.children_specs)
 
 

@@ -66,12 +66,12 @@ def _tanh_argument(v: Value) -> Value:
 
 
 def gelu(v: Value) -> Value:
-    """v times the normal distribution's area below v"""
+    """v times the normal distribution function at v"""
     return ops.mul(v, ops.normal_cdf(v))
 
 
 def gelu_tanh(v: Value) -> Value:
-    """The same with tanh in place of erf: (1 + tanh u) / 2 is 1 / (1 + exp(-2u))."""
+    """`gelu` with tanh instead of erf: (1 + tanh u) / 2 is 1 / (1 + exp(-2u))."""
     cubic = ops.add(ops.mul(ops.mul(v, v), -2 * BETA * KAPPA), -2 * BETA)
     return ops.div(v, ops.add(ops.exp(ops.mul(v, cubic)), 1.0))
 

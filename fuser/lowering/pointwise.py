@@ -480,7 +480,7 @@ def lower_sinc(ctx: LoweringContext, x: Operand) -> TensorBox:
 
 @lower("aten.special_ndtr")
 def lower_ndtr(ctx: LoweringContext, x: Operand) -> TensorBox:
-    """The normal distribution's area below x."""
+    """The normal distribution function."""
 
     return elementwise(ctx, [x], lambda v: ops.call("half_erfc", ops.mul(v, -math.sqrt(0.5))))
 

@@ -38,7 +38,7 @@ def combined(how: str) -> str:
     return COMBINE[how]
 
 
-# -- an index as large as what is written ------------------------------------------------------------------------------
+# -- an index of the values' size --------------------------------------------------------------------------------------
 class Spread:
     """The loop of scatter(x, dim, index): how it runs over its index and writes into `x`."""
 

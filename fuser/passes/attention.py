@@ -280,7 +280,7 @@ def _check(found: _Found, shape: tuple[Any, ...], autocast: Autocast) -> None:
     low = autocast.dtype(q.device.type)
     if low is None:
         same = q.dtype == k.dtype == v.dtype == (q.dtype if found.wide else out.dtype) and q.dtype in _DTYPES
-    else:  # products are cast to `low`, and so is what the fused operator is given
+    else:  # autocast casts products to `low`, and the fused operator's operands too
         same = out.dtype == low and all(t.dtype in (low, torch.float32) for t in (q, k, v))
     if not same or not q.device == k.device == v.device:
         raise Mismatch

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 # In the meta of a node that writes an input midway: readers of the input's old content run before it.
 MARK = "writes_input"
-# In the meta of a view of an input through which the graph writes. It is made anew in each call, outside of groups.
+# In the meta of a view of an input through which the graph writes: each call makes the view again, outside of groups.
 WRITTEN = "written_view"
 # In the meta of a node between library operators that is faster as its own kernel than fused with its producer.
 APART = "apart"

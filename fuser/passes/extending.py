@@ -48,9 +48,9 @@ def register_lowering(
     Args:
         operator: an operator, overload or custom op of torch, or its name, such as "mylib.name".
         function: called as `function(ctx, *args, **kwargs)`, with arguments as in the operator's schema. It returns the
-            result's `TensorBox`, or a tuple of them, and raises `errors.Unsupported` where it cannot.
+            result's `TensorBox`, or a tuple of them, and raises `errors.Unsupported` if it cannot.
         view: whether the result shares its first argument's memory.
-        decisive: the numbers of arguments whose last bits decide the result, () for all; None if none do.
+        decisive: the positions of arguments whose last bits decide the result, () for all; None if none do.
 
     Raises:
         ConfigError: the operator has a lowering or is none, `function` cannot be called, or `decisive` is no
@@ -87,9 +87,9 @@ def _is_noted(name: str) -> bool:
 
 
 def register_decomposition(operator: Any, function: Callable[..., Any]) -> None:
-    """Have AOTAutograd replace an overload by what a function calls.
+    """Have AOTAutograd replace an overload by the calls that a function makes.
 
-    In training it is taken apart after autograd, so the operator needs a derivative of its own.
+    In training it is decomposed after autograd, so the operator needs a derivative of its own.
 
     Args:
         operator: an overload, such as `torch.ops.mylib.name.default`, or a custom op.

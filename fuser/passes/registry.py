@@ -97,8 +97,8 @@ def register(
     """Add a pass to a stage: before or after a pass of that stage, else at its end.
 
     Args:
-        stage: "pre_grad", "joint_graph" or "post_grad"; docs/passes.md says what graphs look like there.
-        name: what messages and `config.disable_passes` call the pass; no commas.
+        stage: "pre_grad", "joint_graph" or "post_grad"; docs/passes.md describes its graphs.
+        name: the pass's name in messages and in `config.disable_passes`; no commas.
         function: rewrites a graph module in place, or returns another.
         before: the pass of the stage before which it runs.
         after: the pass of the stage after which it runs; not both.
@@ -135,16 +135,16 @@ def register_pattern(
     before: str | None = None,
     after: str | None = None,
 ) -> None:
-    """Add a pass that replaces what `pattern` computes by what `replacement` computes.
+    """Add a pass that replaces the calls of `pattern` by those of `replacement`.
 
     Both are functions of the same inputs, traced when the pass first runs, and matched call by call, constants
     included.
 
     Args:
         stage: "pre_grad", "joint_graph" or "post_grad".
-        name: what messages and `config.disable_passes` call the pass; no commas.
-        pattern: a function of tensors, whose calls are searched for.
-        replacement: a function of the same tensors, whose calls take their place.
+        name: the pass's name in messages and in `config.disable_passes`; no commas.
+        pattern: a function of tensors; its calls are searched for.
+        replacement: a function of the same tensors; its calls replace the pattern's.
         example_inputs: tensors on which both are traced into ATen calls, as the stage's graphs have them. The stage
             "pre_grad" traces without them.
         before: the pass of the stage before which it runs.
@@ -169,7 +169,7 @@ def register_pattern(
 
 
 def unregister(name: str) -> None:
-    """Take away a pass that a user registered.
+    """Remove a pass that a user registered.
 
     Args:
         name: the name under which it was registered.

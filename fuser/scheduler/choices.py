@@ -82,7 +82,7 @@ def beside(
 
 
 def runs_on(rows: Sequence[Row], outer: Sym, axis: Sym, size: int) -> bool:
-    """Whether all reads along `outer` and `axis` are contiguous across both, apart from reads along `axis` alone."""
+    """Whether `outer` and `axis` act as one axis in every index, except in those that vary along `axis` alone."""
     for e in (e for row in rows for e in row_exprs(row)):
         beyond, own = coefficient(e, outer), coefficient(e, axis)
         along = {s for s in symbols(e) if s.kind != SIZE}

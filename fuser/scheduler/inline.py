@@ -37,7 +37,7 @@ from fuser.scheduler.nodes import Node, normalise, row_cost
 CHEAP = 8  # operations a recomputed element may cost
 FEW = 8  # a reader with at most 1/FEW of the producer's points computes its elements itself, whatever they cost
 AGAIN = 8  # readings per gathered element from which it is computed once and stored
-# A value computed from reductions by at least FEW_OPERATIONS is stored if at least MANY elements read each of it.
+# A value computed from reductions by at least FEW_OPERATIONS is stored if each element is read at least MANY times.
 MANY, FEW_OPERATIONS = 64, 4
 DEEP = 48  # operations per element that repeated evaluations of a chain may cost in all
 REPEATS = 4  # upper bound on the evaluations counted for an element along a reader's own loop
@@ -52,7 +52,7 @@ class Producers:
     by_buffer: Mapping[str, Node]
     hint: Callable[[Expr], int]
     stored: Collection[str] = ()  # buffers that are written to memory in any case
-    shared: Collection[str] = ()  # buffers that loops which no scan can join read
+    shared: Collection[str] = ()  # buffers that other loops than scatters and scans read
     apart: bool = False  # whether values that each row or column has one of are computed with the reduction before them
     reductions: Collection[str] = ()  # the buffers that reductions make
     components: int = 0  # largest number of components that one iteration computes together
@@ -276,7 +276,7 @@ def reads_all_checked(producer: Node, load: Row, sizes: Mapping[Sym, Expr]) -> b
 
 
 def inline_buffers(reader: Node, makers: Mapping[str, Node]) -> None:
-    """Have `reader` compute what it loads of the buffers that `makers` make, and what these load from each other."""
+    """Inline into `reader` the buffers that `makers` compute, and those that these load in turn."""
     out = Recorder()
     _replace(reader, out, _copied(reader, _Copies(out, lambda row: makers.get(row.attr[0])).add))
 

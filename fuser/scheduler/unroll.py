@@ -16,7 +16,6 @@ from fuser.ops import REDUCTIONS
 from fuser.scheduler.nodes import Node
 
 MOST_ROWS = 64
-# By reduction: what combines a further value with those before it. Of equal extremes the first stays.
 
 
 def unroll_short(nodes: list[Node], apart: int, components: int) -> None:
