@@ -1,4 +1,4 @@
-"""Reads what `fuser.ir.printer` writes: buffers, loops, rows and index expressions, equal to those that were printed.
+"""Parses what `fuser.ir.printer` prints: buffers, loops, rows and index expressions, equal to those that were printed.
 
     buffer    NAME ":" DTYPE EXPRS "strides" EXPRS ["order" "[" INT, … "]"] ["#" origin]
     loops     "for" heads [", reducing" heads "by" KIND] [", scanning the last by" KIND] [", in order," COMBINE]

@@ -57,7 +57,7 @@ def lower_silu_backward(ctx: LoweringContext, grad: Operand, x: Operand) -> Tens
     return elementwise(ctx, [grad, x], body)
 
 
-BETA, KAPPA = math.sqrt(2) * (2 / math.sqrt(math.pi)) * 0.5, 0.044715  # gelu by tanh
+BETA, KAPPA = math.sqrt(2) * (2 / math.sqrt(math.pi)) * 0.5, 0.044715  # gelu with approximate='tanh'
 
 
 def _tanh_argument(v: Value) -> Value:

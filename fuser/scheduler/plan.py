@@ -122,7 +122,7 @@ def build_plan(
     for a in axes:
         most = short - 1 if a.hint < short else LONG_ROW
         if a.reduced and a.sym == along and a.hint <= most:
-            ctx.assume("le", a.size, most)  # rows give way because they are short: longer ones have another kernel
+            ctx.assume("le", a.size, most)  # vectors run across rows that are short; longer rows have another kernel
     thin = next((a for a in axes if short and not reductions and _is_thin(a, axes, rows, stores, vector)), None)
     if thin is not None:
         ctx.assume("le", thin.size, FEW - 1)  # longer rows have another kernel, along themselves
