@@ -28,7 +28,7 @@ LEAST_WORK = 1 << 28  # multiplications, below which a call takes less than the 
 DEVICE = "cuda"
 _BYTES = 16  # that cuBLAS loads at once
 _HALVES = (torch.float16, torch.bfloat16)
-_LARGEST_SHARE = 16  # of a device's memory: larger padded results are not made
+_LARGEST_SHARE = 32  # a padded result takes at most this part of a device's memory
 _TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
 Padding = tuple[int, int]  # how many rows and columns are added to a matrix
 
