@@ -26,6 +26,7 @@ from fuser.frontends.records import CompiledGraph, remember
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import sources
 from fuser.passes.classify import BUILTIN, MARK, base_of
+from fuser.passes.dying_inputs import write_dying
 from fuser.passes.extract import GroupPlan, Plan, extract
 from fuser.passes.grouping import Grouping, group_nodes
 from fuser.passes.registry import run_stage
@@ -153,6 +154,8 @@ def compile_functional(
     plan, writing = extract(module.graph, grouping), frozenset[int]()
     if in_place:
         plan, writing = reinplace(plan, grouping)
+        plan, dying = write_dying(plan, grouping)
+        writing |= dying
     made = [interface.register_handle(g.graph, in_place=i in writing) for i, g in enumerate(plan.groups)]
     keys = tuple(k for k, _ in made)
     handles = {k: interface.fusion_handle(k) for k in keys}

@@ -157,7 +157,25 @@ def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _with_write(group: GroupPlan, write: _Write) -> GroupPlan:
     """The group with its result copied into the input. The copy replaces the result, or is an additional result."""
-    graph, inputs, target, value = group.graph, group.inputs, write.target, write.value
+    if not write.kept:
+        return write_into(group, write.target, write.value)
+    results, inputs, copy = _copied(group, write.target, write.value)
+    group.graph.output_node().args = ((*results, copy),)
+    return dataclasses.replace(group, inputs=inputs, outputs=(*group.outputs, write.copy))
+
+
+def write_into(group: GroupPlan, target: fx.Node, value: fx.Node) -> GroupPlan:
+    """The group, whose graph is changed, with its result `value` written into `target`, an input or made one."""
+    results, inputs, copy = _copied(group, target, value)
+    results[group.outputs.index(value)] = copy
+    output = group.graph.output_node()
+    output.args = (tuple(results) if isinstance(output.args[0], tuple) else copy,)
+    return dataclasses.replace(group, inputs=inputs)
+
+
+def _copied(group: GroupPlan, target: fx.Node, value: fx.Node) -> tuple[list[Any], tuple[fx.Node, ...], fx.Node]:
+    """The group's results, its inputs including `target`, and the copy of `value` into `target` in its graph."""
+    graph, inputs = group.graph, group.inputs
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     if target in inputs:
         inside = placeholders[inputs.index(target)]
@@ -169,15 +187,8 @@ def _with_write(group: GroupPlan, write: _Write) -> GroupPlan:
         inputs = (*inputs, target)
     output = graph.output_node()
     (results,) = output.args
-    several = isinstance(results, tuple)
-    found: Any = list(results) if several else [results]  # type: ignore[arg-type]
-    at = group.outputs.index(value)
+    found: list[Any] = list(results) if isinstance(results, tuple) else [results]
     with graph.inserting_before(output):
-        copy = graph.call_function(aten.copy_.default, (inside, found[at]))
+        copy = graph.call_function(aten.copy_.default, (inside, found[group.outputs.index(value)]))
     copy.meta = dict(value.meta)
-    if write.kept:
-        output.args = ((*found, copy),)
-        return dataclasses.replace(group, inputs=inputs, outputs=(*group.outputs, write.copy))
-    found[at] = copy
-    output.args = (tuple(found) if several else copy,)
-    return dataclasses.replace(group, inputs=inputs)
+    return found, inputs, copy
