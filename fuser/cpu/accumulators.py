@@ -1,7 +1,7 @@
-"""Accumulators of reducing nests: an array of lanes each, what goes into a lane, how sums move on, how lanes fold.
+"""Accumulators of reducing nests: arrays of lanes, updates of a lane, flushes of partial sums, and the fold of lanes.
 
-An index reduction keeps the best value of each lane and an int32 that locates it: its index, or in row nests the first
-index of the loop's iteration. The lowering makes sure that indices fit.
+An index reduction keeps the best value of each lane and an int32 that locates it: the value's index, or in row nests
+the first index of the loop iteration. The lowering makes sure that indices fit into an int32.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fuser.scheduler.kernel_plan import Reduce
 NO_PLACE = 2**31 - 1
 BEYOND_CACHES = 1 << 22  # elements
 FLUSH = 256  # float32 additions per lane of a row nest before they go to a float64 total
-COLUMN_FLUSH, SHORT_COLUMN_FLUSH, SHORT_COLUMN = 32, 8, 64  # the same for lanes of column nests, of up to 64 rows
-SHORT_FLUSH = 16  # additions in a row nest before they go to a second lane: a group of turns
-WIDE_ROW = 1024  # elements of a row from which lanes are folded as float64: the fold is no longer what takes the time
-COUNTER = ir.Name("turns")  # of a pass: rows of columns since the last flush, or groups of turns in a row nest
+COLUMN_FLUSH, SHORT_COLUMN_FLUSH, SHORT_COLUMN = 32, 8, 64  # the same in column nests; the second up to 64 rows
+SHORT_FLUSH = 16  # additions in a lane of a row nest before they are added to a second lane
+WIDE_ROW = 1024  # elements of a row from which lanes are folded as float64: the fold no longer dominates the time
+COUNTER = ir.Name("turns")  # of a pass: rows since the last flush in a column nest, groups of iterations in a row nest
 SHUFFLE_HELPER = """\
 #if defined(__clang__) || __GNUC__ >= 12
 #define FUSER_SHUFFLE(I, a, ...) __builtin_shufflevector(a, a, __VA_ARGS__)
@@ -38,13 +38,14 @@ SHUFFLE_HELPER = """\
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What a reduction of a nest is kept in, and how.
+    """How one reduction of a nest is accumulated.
 
-    value: the dtype of its values; dtype: of its lanes. number: of its arrays, which an extreme next to its own index
-    shares with that (`shares`). flushes: whether partial sums go to float64 totals. notes_nans: whether an extreme is
-    one of numbers, and NaNs are noted apart: one instruction each, that wait for less. in_order: whether the index is
-    the loop's variable, so each lane sees rising indices. counts_turns: whether lanes keep the first index of the
-    iteration that gave their value, not the value's own index.
+    value: the dtype of the reduced values; dtype: of the lanes. number: the number in the names of its arrays; an
+    extreme beside its own index uses the arrays of the index reduction (`shares`). flushes: whether partial sums are
+    added to float64 totals. notes_nans: whether an extreme ignores NaNs and a second array records them: one
+    instruction each, with a shorter dependence chain. in_order: whether the index is the loop variable, so each lane
+    sees increasing indices. counts_turns: whether lanes keep the first index of the iteration that gave their value,
+    not the value's own index.
     """
 
     facts: Facts
@@ -60,7 +61,7 @@ class Accumulator:
 
     @property
     def shares(self) -> bool:
-        """Whether another reduction's arrays hold the value."""
+        """Whether the value is kept in another reduction's arrays."""
         return self.number != self.reduce.number
 
     @property
@@ -70,7 +71,7 @@ class Accumulator:
 
     @property
     def identity(self) -> ir.Number:
-        """What lanes begin with."""
+        """The initial value of each lane."""
         return ir.Number(self.spec.identity(self.dtype), self.dtype)
 
     @property
@@ -79,29 +80,30 @@ class Accumulator:
         return torch.float64 if self.flushes else self.dtype
 
     def total(self, lane: ir.Like) -> ir.Value:
-        """The finished value: of a lane in column nests, the only one in row nests."""
+        """The finished value: that of lane `lane` in column nests, the only one in row nests."""
         name, lane = f"{'tot' if self.flushes else 'acc'}{self.number}", lane if self.facts.is_column else 0
         return ir.Name(name) if self.flushes and not self.facts.is_column else ir.Name(name)[lane]
 
     @property
     def lanes(self) -> ir.Name:
-        """The array of lanes: of row nests' float32 sums that go to totals, that to which turns add theirs."""
+        """The lane array; for float32 sums of row nests that are flushed, the array to which groups of iterations are
+        added."""
         return ir.Name(f"{'mid' if self.flushes and not self.facts.is_column else 'acc'}{self.number}")
 
     def to_total(self, lane: ir.Value) -> ir.Set:
-        """Add a lane of float32 sums, or what they have been folded to, to its float64 total."""
+        """Add a lane of float32 sums (in row nests the folded lane 0) to its float64 total."""
         held = self.lanes[lane if self.facts.is_column else 0]
         return ir.Set(self.total(lane), ir.Cast("double", held), "+")
 
     def join(self, dtype: torch.dtype, a: ir.Value, b: ir.Value, ai: ir.Value, bi: ir.Value) -> ir.Statement:
-        """Folds value `b` (and its index) into `a`."""
+        """Combine value `b` (and its index) into `a`."""
         if self.spec.index:
             better = ir.Op("combine", self.reduce.kind, dtype, (a, ai, b, bi))
             return ir.Block(ir.If(better), (ir.Set(a, b), ir.Set(ai, bi)))
         return ir.Set(a, ir.Op("combine", self.reduce.kind, dtype, (a, b)))
 
     def fold(self, wide: bool = False) -> ir.Fold:
-        """Folds the lanes into lane 0, or if `wide` as float64 into the total."""
+        """Fold the lanes into lane 0, or if `wide`, as float64 into the total."""
         table, name = "combine", self.spec.value or self.reduce.kind
         if self.notes_nans:
             table, name = "wins", self.spec.extreme
@@ -112,7 +114,7 @@ class Accumulator:
 
 
 def accumulators(facts: Facts) -> tuple[Accumulator, ...]:
-    """How each reduction is kept, in order."""
+    """The accumulator of each reduction of the plan, in order."""
     return tuple(_accumulator(facts, r) for r in facts.plan.reductions)
 
 
@@ -138,13 +140,14 @@ def _accumulator(facts: Facts, r: Reduce) -> Accumulator:
 
 
 def _waits_for_memory(facts: Facts) -> bool:
-    """Whether a nest is one long sum of more than caches hold: then wider additions cost nothing."""
+    """Whether a nest is one long sum of more elements than caches hold: it is memory-bound, so float64 additions are
+    free."""
     long = math.prod(a.hint for a in facts.reduced_axes) >= BEYOND_CACHES
     return facts.plan.split and not facts.is_column and long
 
 
 def _truth(facts: Facts) -> torch.dtype:
-    """The dtype of a lane of `any` or `all`, as wide as the values: g++ does not vectorise sums of bools."""
+    """The dtype of a lane of `any` or `all`, as wide as the widest value read: g++ does not vectorise sums of bools."""
     rows = [r for n, r in enumerate(facts.plan.rows) if r.op == "load" and facts.is_full(n)]
     wide = max((r.dtype.itemsize for r in rows), default=1)
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[wide]
@@ -158,7 +161,8 @@ def _is_in_order(facts: Facts, r: Reduce) -> bool:
 
 
 def _holder(facts: Facts, r: Reduce) -> Reduce:
-    """The reduction in whose accumulator `r`'s value is: an extreme next to its index needs none of its own."""
+    """The reduction whose accumulator holds the value of `r`: an extreme beside its own index has no accumulator of
+    its own."""
     for other in facts.plan.reductions:
         if REDUCTIONS[other.kind].value == r.kind and other.phase == r.phase:
             if facts.plan.rows[other.row].args[0] == r.row:
@@ -167,7 +171,7 @@ def _holder(facts: Facts, r: Reduce) -> Reduce:
 
 
 def declare(out: Builder, a: Accumulator, low: ir.Value) -> list[ir.Statement]:
-    """Lane arrays; returns what sets a lane to its identity. The pass begins at `low`."""
+    """Declare lane arrays; returns the statements that set a lane to its identity. The pass starts at `low`."""
     starts: list[ir.Statement] = []
 
     def array(kind: str, name: str, start: ir.Value) -> None:
@@ -188,7 +192,8 @@ def declare(out: Builder, a: Accumulator, low: ir.Value) -> list[ir.Statement]:
 
 
 def accumulate(out: Builder, a: Accumulator, values: Sequence[ir.Value], overlaps: bool) -> None:
-    """Fold a value, and its index if it has one, into its lane; `overlaps`: but for lanes that were taken before."""
+    """Combine a value, and its index if it has one, into its lane. `overlaps`: skip lanes that an earlier iteration
+    has taken."""
     k, (value, *index) = a.number, values
     held, x = ir.Name(f"acc{k}")["l"], ir.Name(f"x{k}")
     now: ir.Value = ir.Convert(a.value, a.dtype, value)
@@ -222,7 +227,7 @@ def _accumulate_index(out: Builder, a: Accumulator, now: ir.Value, index: ir.Val
 
 
 def fold(out: Builder, a: Accumulator, low: ir.Value, overlaps: bool) -> None:
-    """Fold the lanes of an accumulator of a row nest that does not flush. `low` is where the pass began."""
+    """Fold the lanes of a row nest's accumulator that is not flushed. `low` is the first index of the pass."""
     if a.spec.index:
         _fold_index(out, a, low, overlaps)
         return
@@ -235,9 +240,9 @@ def fold(out: Builder, a: Accumulator, low: ir.Value, overlaps: bool) -> None:
 
 
 def _fold_index(out: Builder, a: Accumulator, low: ir.Value, overlaps: bool) -> None:
-    """Fold the values, then take the smallest index among the lanes that hold the best one (any NaN is it).
+    """Fold the values, then take the smallest index among the lanes that hold the best value (NaN equals NaN here).
 
-    Lanes that had no value are at the identity and the turn 0: if that is best, lane 0 has it too.
+    Lanes that saw no value hold the identity and iteration 0: if the identity is best, lane 0 holds it too.
     """
     k, l, lanes = a.number, ir.Name("l"), a.facts.lanes
     values, at, found = ir.Name(f"lane{k}"), ir.Name(f"at{k}"), ir.Name(f"least{k}")
@@ -259,30 +264,31 @@ def _fold_index(out: Builder, a: Accumulator, low: ir.Value, overlaps: bool) -> 
         if overlaps:
             p, last = ir.Name(f"p{a.reduce.phase}"), ir.Name(f"last{a.reduce.phase}")
             lane = ir.Select(found < p - low, lane, found - (last - low))
-        out.set(best, values[lane])  # of zeros of both signs, the first
+        out.set(best, values[lane])  # of zeros of both signs, the first one
         out.set(found, ir.Cast("i32", low), "+")
     out.set(at[0], found)
 
 
-# -- how sums move on: no lane adds up more than a few float32 before they go to a float64 total ----------------------
+# -- flushes: a lane adds only a few float32 values before its sum is added to a float64 total ------------------------
 def most_turns(facts: Facts) -> int:
-    """Float32 additions in a lane of a column nest: fewer where there are few in all, which costs little there."""
+    """Most float32 additions in a lane of a column nest; fewer if the column is short, where a flush costs little."""
     few = math.prod(a.hint for a in facts.reduced_axes) <= SHORT_COLUMN
     return SHORT_COLUMN_FLUSH if few else COLUMN_FLUSH
 
 
 def open_counter(out: Builder, declared: bool) -> None:
-    """The counter at 0; it is `declared` if an earlier pass of the function has it."""
+    """Set the counter to 0; it is already `declared` if an earlier pass of the function used it."""
     out.set(COUNTER, 0) if declared else out.var("i64", COUNTER.name, 0)
 
 
 def flushing(of: Sequence[Accumulator]) -> list[Accumulator]:
-    """Those of float32 sums that go to float64 totals."""
+    """The accumulators whose float32 sums are added to float64 totals."""
     return [a for a in of if a.flushes]
 
 
 def count_rows(out: Builder, of: Sequence[Accumulator], rows: ir.Like, exactly: bool = True) -> None:
-    """Count rows of a column nest, and flush sums after so many of them; if not `exactly`, after as many or more."""
+    """Count rows of a column nest, and flush the sums every `most_turns` rows; if not `exactly`, at that many or
+    more."""
     mine = flushing(of)
     if not mine:
         return
@@ -294,9 +300,9 @@ def count_rows(out: Builder, of: Sequence[Accumulator], rows: ir.Like, exactly: 
 
 
 def flush(out: Builder, of: Sequence[Accumulator], goes_on: bool = True) -> None:
-    """Add float32 sums to float64 totals: of each lane in a column nest, over all lanes in a row nest.
+    """Add float32 sums to float64 totals: each lane's in a column nest, the sum over all lanes in a row nest.
 
-    `goes_on`: the sums begin anew.
+    `goes_on`: the sums are reset to zero.
     """
     lane, zero = ir.Name("l"), ir.Number(0.0, torch.float32)
     for a in flushing(of):
@@ -312,9 +318,9 @@ def flush(out: Builder, of: Sequence[Accumulator], goes_on: bool = True) -> None
             out.each(a.facts.lanes, empty)
 
 
-# Of row nests, by groups of turns.
+# Row nests flush by groups of iterations.
 def open_group(out: Builder, mine: Sequence[Accumulator]) -> None:
-    """Arrays for the sums of a few turns. They are declared here, so the compiler keeps them in registers."""
+    """Declare the arrays for the sums of one group. They are declared inside the loop, so they stay in registers."""
     for a in mine:
         held = ir.Name(f"acc{a.number}")
         out.scratch(a.kind, held.name, a.facts.lanes)
@@ -322,14 +328,14 @@ def open_group(out: Builder, mine: Sequence[Accumulator]) -> None:
 
 
 def close_group(out: Builder, mine: Sequence[Accumulator]) -> None:
-    """Add the sums of a few turns to those of the row, so that no float32 sum has more than a few terms."""
+    """Add the sums of one group to those of the row, so that no float32 sum has more than a few terms."""
     for a in mine:
         out.each(a.facts.lanes, ir.Set(a.lanes["l"], ir.Name(f"acc{a.number}")["l"], "+"))
     count_group(out, mine)
 
 
 def count_group(out: Builder, mine: Sequence[Accumulator]) -> None:
-    """Count a group of turns; after so many of them, the sums go to totals."""
+    """Count a group of iterations; after FLUSH // SHORT_FLUSH groups, add the sums to the totals."""
     out.set(COUNTER, 1, "+")
     with out.block(ir.If(COUNTER.same(FLUSH // SHORT_FLUSH))):
         out.set(COUNTER, 0)

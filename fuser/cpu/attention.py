@@ -19,7 +19,7 @@ from fuser.cpu import packed
 from fuser.cpu.dots import DTYPES
 from fuser.reasons import served_by
 
-MOST_WIDTH = 512  # of a head, whose results a unit keeps in float32
+MOST_WIDTH = 512  # of a head: a unit keeps its results in float32
 
 def why_not(dtype: torch.dtype, width: int) -> str | None:
     """None if a kernel computes attention of this dtype and width of heads here, else the reason."""
@@ -29,7 +29,8 @@ def why_not(dtype: torch.dtype, width: int) -> str | None:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, in the order of q, and logarithms of sums; operands as `attention.library.attend` has them."""
+    """The result, in the memory order of q, and the logarithms of sums; operands are those of
+    `attention.library.attend`."""
     batch, heads, rows, width = q.shape
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
     out = torch.empty_like(q)
@@ -50,7 +51,7 @@ served_by(attend, "library", "one kernel of the package does all of attention")
 
 @functools.lru_cache(maxsize=32)
 def _handle(dtype: torch.dtype, causal: bool, mask: torch.dtype | None, isa: str) -> Callable[..., Any]:
-    from fuser.cpu import attention_cpp, routines  # what writes a kernel is loaded where one is asked for
+    from fuser.cpu import attention_cpp, routines  # modules that write kernels are imported only when one is needed
 
     routine = attention_cpp.routine(dtype, causal, mask, machines.find(isa))
     return routines.handle_of(routine, functools.partial(_otherwise, causal))

@@ -1,4 +1,5 @@
-"""The C++ of attention forward in one kernel, and the program that launches it. `attention.py` says what it does."""
+"""The C++ of attention forward in one kernel, and the program that launches it; `attention.py` describes the
+algorithm."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from fuser.kernel_spec import Bind, Check, InputPattern, LaunchProgram, Step
 from fuser.machines import Machine
 from fuser.ops import cpp_load, cpp_store
 
-ROWS, KEYS = 192, 256  # of a unit, and of a block of keys
+ROWS, KEYS = 192, 256  # rows of a unit, keys of a block
 
 _ENTRY = """\
 HELPER
@@ -133,7 +134,7 @@ _PLAIN = """\
     weights[j] = ROUNDED;
   }
   for (i64 j = count; j < filled; ++j) weights[j] = 0;"""
-# Whole vectors: the scores behind the last one are minus infinity, whose weights are 0.
+# Whole vectors: scores in the tail are minus infinity, so their weights are 0.
 _IN_LANES = f"""\
   #if FUSER_LANES
   const i64 length = (filled + FUSER_LANES - 1) / FUSER_LANES * FUSER_LANES;
@@ -203,7 +204,7 @@ _MASKS = {torch.float32: "float", torch.bfloat16: "u16"}
 
 
 def _masked(mask: torch.dtype | None) -> str:
-    """The loop that scales and masks scores: of a mask whose keys are neighbours, or one number for all of a row."""
+    """The loop that scales and masks scores. The mask is contiguous along the keys, or has one number for each row."""
     if mask is None:
         return _SCALED.replace("MORE", "")
     along, single = (f"+ {cpp_load(mask, f'mask[{at}]')}" for at in ("j", "0"))
@@ -211,7 +212,7 @@ def _masked(mask: torch.dtype | None) -> str:
 
 
 def _program(dtype: torch.dtype, mask: torch.dtype | None, width: int, high: int, entry: str) -> LaunchProgram:
-    """Arguments (scale, q, k, v, out, logs, mask) to out and logs, which are written."""
+    """The program: arguments (scale, q, k, v, out, logs, mask), of which out and logs are written."""
     names = [Sym(f"s{n}", STRIDE) for n in range(27)]
     slots = {name: n for n, name in enumerate(names)}
     at = [expr(n) for n in names]

@@ -1,7 +1,7 @@
 """Row nests of several passes in batches: each pass goes over the rows of a batch before the next pass begins.
 
-In a short row each operation waits for the one before: the fold, scalars that follow from it, the next pass. Rows of a
-batch are independent, so they overlap, and their scalars are computed in vectors. A batch stays in cache.
+In a short row each operation waits for the one before: the fold, the scalars computed from it, the next pass. The rows
+of a batch are independent, so they overlap, and their scalars are computed in vectors. A batch stays in cache.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from fuser.cpu.vir import nodes as ir
 from fuser.ops import LOW
 from fuser.scheduler.nodes import row_cost
 
-ROWS = 16  # of a batch at most
-BYTES = 1 << 14  # that the rows of a batch read and write at most: half of a first-level cache of 32 KiB
+ROWS = 16  # most rows of a batch
+BYTES = 1 << 14  # most bytes that the rows of a batch read and write: half of a first-level cache of 32 KiB
 _NO_VARIABLES = ("const", "pair")
 FIRST, FITS, HELD, R = ir.Name("first"), ir.Name("fits"), ir.Name("held"), ir.Name("r")
 
 
 def pays(facts: Facts) -> bool:
-    """Whether a kernel's rows go in batches: those whose passes wait for two folds, or are of 16-bit floats.
+    """Whether a kernel's rows are batched: its passes wait for two folds, or it reads or writes 16-bit floats.
 
-    Of other floats only short ones: the passes over longer rows wait for memory, which batches ask for in bursts.
+    Rows of wider floats are batched only if short: passes over longer rows are memory-bound, and batches read in
+    bursts.
     """
     if not facts.is_row or facts.passes.loops < 2 or facts.plan.split or facts.checked or not facts.kept_axes:
         return False
@@ -42,7 +43,7 @@ def pays(facts: Facts) -> bool:
 
 
 def bytes_of(facts: Facts) -> int:
-    """Bytes that a point of a row reads, writes and keeps."""
+    """Bytes that one element of a row reads, writes and keeps."""
     loads = {r.attr for n, r in enumerate(facts.plan.rows) if r.op == "load" and facts.is_full(n)}
     stored = [s.buffer for s in facts.plan.stores if s in facts.passes.full_stores]
     kept = sum(facts.plan.rows[n].dtype.itemsize for n in facts.kept)
@@ -50,16 +51,16 @@ def bytes_of(facts: Facts) -> int:
 
 
 class Batch:
-    """The batches of one function: variables of a row, and arrays for what a pass leaves to later ones."""
+    """The batches of one function: the variables of each row, and arrays for values that later passes need."""
 
     def __init__(self, rows: Rows, digits: Digits, buffers: Callable[[], None]) -> None:
         """`buffers` declares the row buffers of row `r`."""
         self.rows, self.out, self.digits, self.buffers = rows, rows.out, digits, buffers
-        self.known: list[int] = []  # rows of the plan with a value for each row of a batch
+        self.known: list[int] = []  # rows of the plan whose value is kept for each row of a batch
 
     @contextmanager
     def each(self) -> Iterator[None]:
-        """The loop over batches, of one row each where rows are long."""
+        """The loop over batches; where rows are long, a batch is one row."""
         out = self.out
         sizes: list[ir.Value] = [ir.Name(f"n_{a.sym.name}") for a in self.rows.facts.reduced_axes]
         length = functools.reduce(operator.mul, sizes)
@@ -72,7 +73,7 @@ class Batch:
             yield
 
     def _number(self) -> None:
-        """Arrays of the digits of each row's number."""
+        """Compute the digits of each row's unit number into arrays."""
         for name, _ in self.digits:
             self.out.scratch("i64", f"{name}s", ROWS)
         with self.out.block(ir.For("r", ir.Number(0), HELD)):
@@ -84,7 +85,7 @@ class Batch:
 
     @contextmanager
     def over(self, simd: bool = False) -> Iterator[None]:
-        """A loop over the rows of a batch; what it declares of each row is found by later loops."""
+        """A loop over the rows of a batch; the values it declares for each row are kept for later loops."""
         rows, out, made = self.rows, self.out, set(self.rows.made)
         spot = len(out.statements)
         with out.block(rows.simd("r", 0, HELD) if simd else ir.For("r", ir.Number(0), HELD)):
@@ -103,9 +104,11 @@ class Batch:
         out.statements[spot:spot] = [ir.Scratch(rows.facts.kind(n), f"t{n}s", (ROWS,), 0, False) for n in fresh]
 
     def takes_apart(self, before: Sequence[int]) -> bool:
-        """Whether what comes before a pass is computed in vectors: it has something, and nothing from a library.
+        """Whether the scalars before a pass are computed in a vectorised loop: there are some, and none calls a
+        library.
 
-        A library's function for vectors differs from its scalar one in the last bits: where a row is would show.
+        A library's vector function differs from its scalar one in the last bits, so the result would depend on the
+        row.
         """
         rows = [self.rows.plan.rows[n] for n in before if n not in self.rows.made]
         rows = [r for r in rows if r.op not in _NO_VARIABLES]

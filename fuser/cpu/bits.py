@@ -1,7 +1,7 @@
 """Loops over short rows of 8-bit and 16-bit elements that are moved as bits, in whole registers under masks.
 
-Pads, joins, slices, flips. g++ makes vectors of their loops too, but goes through a row shorter than a vector by
-elements. Conditions are masks, a bit for each lane. Machines without such masks have the plain loop.
+For pads, joins, slices, flips. g++ vectorises their loops too, but handles a row shorter than a vector element by
+element. Conditions are masks, a bit for each lane. Machines without such masks have the plain loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FIRST = """\
 #define FUSER_MASKS 1
 FUSER_FN u64 fuser_first(i64 n) { return __builtin_ia32_bzhi_di(~0ULL, n < 0 ? 0 : n < 64 ? n : 64); }
 """
-# `back` gives the first `n` elements or all of those that end at p, backwards.
+# `back` gives the `n` elements that end at p (or a full vector), in descending order.
 _TEXT = """\
 typedef CELL BITS __attribute__((vector_size(64)));
 FUSER_FN BITS BITS_load(const void* p, u64 m) {
@@ -52,7 +52,7 @@ _WORDS = {
 
 
 def helpers(uses: Set[str], machine: Machine) -> str:
-    """The vectors of elements of one byte and of two that are used."""
+    """C++ of the vector types of one-byte and two-byte elements, if used."""
     assert machine.masks or "FUSER_MASKS" not in uses
     text = "".join(filled(_TEXT, words) for words in _WORDS.values() if f"{words['BITS']}_store" in uses)
     return f"{_FIRST}{text}#else\n#define FUSER_MASKS 0\n#endif\n" if text else ""
@@ -61,7 +61,7 @@ def helpers(uses: Set[str], machine: Machine) -> str:
 class BitsLoop:
     """The innermost loop of a pointwise nest that moves elements of one size; `fits` says whether it is one."""
 
-    macro = "FUSER_MASKS"  # is not 0 where there are such registers
+    macro = "FUSER_MASKS"  # this macro is not 0 where there are such registers
 
     def __init__(self, facts: Facts) -> None:
         self.facts, self.plan = facts, facts.plan
@@ -75,10 +75,10 @@ class BitsLoop:
                 self.masks.add(n)
         self.size = min((facts.dtypes[s.buffer].itemsize for s in self.stores), default=0)
         self.lanes = facts.machine.vector_bytes // max(1, self.size)
-        self.vector = f"fuser_bits{self.size}"  # the type
+        self.vector = f"fuser_bits{self.size}"  # the C++ vector type
 
     def fits(self) -> bool:
-        """Whether all rows move elements of that size, and rows in memory are short."""
+        """Whether all rows move elements of that size, and the rows in memory are short."""
         facts = self.facts
         if not facts.machine.masks or facts.vector is None or self.size not in _WORDS:
             return False
@@ -112,7 +112,7 @@ class BitsLoop:
         return row.op == "round_to" or row.traits.copies or (alike and row.traits.sign in LOGIC)
 
     def emit(self, rows: Rows) -> None:
-        """The loop over the `length` elements from `start` on, the last register in part."""
+        """The loop over `length` elements from `start` on; the last register is partial."""
         out, length, k = rows.out, ir.Name("length"), ir.Name("k")
         for n in self.rows:
             if self.plan.rows[n].op == "load" and n not in self.masks:
@@ -161,7 +161,7 @@ class BitsLoop:
         return ir.Name(f"b{n}") if self.facts.is_full(n) else ir.Select(self.facts.scalar(n), ~none, none)
 
     def _data(self, n: int, user: int) -> ir.Value:
-        """Row `n` in the lanes of row `user`; a constant is of the half that this one is."""
+        """Row `n` as lanes of row `user`; a constant takes the 16-bit float dtype of `user`."""
         if self.facts.is_full(n):
             return ir.Name(f"b{n}")
         row, half = self.plan.rows[n], self.facts.moved.get(user)

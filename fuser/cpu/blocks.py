@@ -1,7 +1,8 @@
 """C++ for scans along rows, a block of a row at a time.
 
-What is scanned is computed in lanes, as in any other loop. Then a helper of `ops/scans_cpp.py` scans the block, several
-values at once, and lanes store it. That takes sums whose order does not show, and extremes with their places.
+The values to scan are computed in lanes, as in any other loop. Then a helper of `ops/scans_cpp.py` scans the block,
+several values at once, and lanes store the results. This is for sums that may be reassociated, and extremes with their
+indices.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ from fuser.scheduler.kernel_plan import Store, address_rows
 
 BLOCK = 512  # elements of a row: a block of computed values fits into the first level cache
 LONG = 1 << 18  # elements of a row that is cut into chunks, whose totals are added up first
-SHORTEST = 16  # elements of a row; several shorter ones are taken side by side
+SHORTEST = 16  # elements of a row; several shorter rows are scanned side by side
 YS, PLACES = ir.Name("ys"), ir.Name("places")  # a block's results before they are stored
 ACC, COUNT, V0 = ir.Name("acc"), ir.Name("count"), ir.Name("v0")
 
 
 def blocked(facts: Facts) -> Generated | None:
-    """The functions of a scan over no lanes, whose one axis becomes the lanes'; None if blocks do not fit it."""
+    """The functions of a scan without a vector axis, whose one axis becomes the vector axis; None if blocks do not fit
+    it."""
     (axis,) = facts.reduced_axes
     scan = Scan.of(replace(facts, plan=replace(facts.plan, vector=axis.sym), lanes=BLOCK))
     if axis.hint < SHORTEST or _element(scan) is None:
         return None
-    # Products are never cut: two chunks' may be 0 and infinite where their product is neither.
+    # Products are never cut: the products of two chunks may be 0 and infinite although the whole product is neither.
     cut = scan.spec.adds and axis.hint >= LONG and chains.is_cut(scan)
     return chains.in_chunks(scan, cut, _pass)
 
 
 def _element(scan: Scan) -> torch.dtype | None:
-    """What blocks consist of; None where the helpers have no such scan, or its order would show."""
+    """The element type of a block; None if the helpers have no such scan, or it may not be reassociated."""
     spec, dtype, facts = scan.spec, scan.value_dtype, scan.facts
     if spec.extreme:
         return dtype if dtype in SCANNED else torch.int32
@@ -77,7 +79,7 @@ def _pass(scan: Scan, suffix: str, chunks: Expr, stores: bool) -> Function:
             block.emit()
         if not stores:
             out.set(ir.Name(f"{facts.name}_p")["u"], "acc")
-    # Of an empty axis there are no units: what is constant along it would be read, and there is nothing to read.
+    # An empty axis has no units: values that are constant along it would be read, and may not exist.
     units = product(a.size for a in facts.kept_axes) * chunks * minimum(axis.size, 1)
     return closed(rows, units, suffix=suffix)
 
@@ -97,7 +99,7 @@ def _start(rows: Rows, scan: Scan, element: torch.dtype, joins: bool) -> None:
 
 @dataclass(frozen=True)
 class _Block:
-    """One block of a row: computed, scanned and stored. It consists of `element`s."""
+    """One block of a row: computed, scanned and stored. Its type is `element`."""
 
     rows: Rows
     scan: Scan
@@ -106,7 +108,8 @@ class _Block:
 
     @functools.cached_property
     def line(self) -> tuple[str, Expr] | None:
-        """Where the values to scan are, if they are contiguous in memory as they are; None if they are computed."""
+        """The buffer and offset of the values to scan, if they are contiguous in memory in their dtype; None if
+        computed."""
         row = self.rows.plan.rows[self.scan.value]
         if row.op != "load" or row.args or self.scan.value in self.rows.facts.guarded:
             return None
@@ -137,7 +140,7 @@ class _Block:
                     self._copy(s, torch.int64 if place else self.element, to[place])
 
     def _source(self) -> ir.Value:
-        """The values to scan, which are computed if they are nowhere."""
+        """The values to scan; they are computed into a buffer if they are not in one."""
         rows, out, value = self.rows, self.rows.out, self.scan.value
         if self.line is not None:
             return rows.address_from("v0", *self.line)
@@ -153,9 +156,9 @@ class _Block:
         return xs
 
     def _target(self, s: Store) -> ir.Value:
-        """Where a block's results go: to memory straight away, or to where lanes convert them."""
+        """Where a block's results are written: to memory directly, or to a buffer from which lanes convert them."""
         rows = self.rows
-        if s in rows.results:  # floats that become float16
+        if s in rows.results:  # float32 that is stored as float16
             return rows.results[s].array
         dtype, own = (torch.int64, PLACES) if self.scan.is_place(s) else (self.element, YS)
         if self._is_memory(s.buffer, s.address, dtype):
@@ -164,7 +167,7 @@ class _Block:
         return own
 
     def _copy(self, s: Store, dtype: torch.dtype, made: ir.Value) -> None:
-        """Store a block's results that are not where they belong."""
+        """Store a block's results from their buffer."""
         rows = self.rows
         with rows.lanes():
             result = ir.Convert(dtype, rows.plan.rows[s.row].dtype, made["l"])

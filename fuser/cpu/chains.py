@@ -27,15 +27,15 @@ from fuser.scheduler.nodes import row_cost
 
 ACCS, ATS, J = ir.Name("accs"), ir.Name("ats"), ir.Name("j")
 SIDE_BY_SIDE = 4  # chains of a unit
-SIDE_BY_SIDE_FROM = 25  # elements of a row: processors look ahead over several shorter ones by themselves
-FEW_ROWS, LONG = 16, 1 << 15  # fewer and longer rows than this are cut
-FILLED_COST, FILLED = 8, 256  # operations of an element from which lanes compute a block before its scan; its elements
+SIDE_BY_SIDE_FROM = 25  # elements of a row: processors overlap several shorter rows by themselves
+FEW_ROWS, LONG = 16, 1 << 15  # rows are cut if there are fewer and they are longer
+FILLED_COST, FILLED = 8, 256  # element's operations from which lanes compute blocks; a block's elements
 LEAST_CHUNK, MOST_CHUNKS = 4096, 64
-Pass = Callable[[Scan, str, Expr, bool], Function]  # of a suffix, with chunks, whether it stores results
+Pass = Callable[[Scan, str, Expr, bool], Function]  # of the scan, a suffix, chunks, whether it stores
 
 
 def chained(facts: Facts) -> Generated | None:
-    """The functions of a scan along rows, over no lanes; None if it does not pay."""
+    """The functions of a scan along rows, without a vector axis; None if it does not pay."""
     scan = Scan.of(facts)
     if scan.axis.hint < SIDE_BY_SIDE_FROM:
         return None
@@ -43,7 +43,7 @@ def chained(facts: Facts) -> Generated | None:
 
 
 def in_chunks(scan: Scan, cut: bool, write: Pass) -> Generated:
-    """One function, or where rows are cut one for what chunks add up to and one for the scan."""
+    """One function; where rows are cut, one for the chunks' totals and one for the scan."""
     size = scan.axis.size
     chunks = minimum(floordiv(size + (LEAST_CHUNK - 1), expr(LEAST_CHUNK)), MOST_CHUNKS) if cut else expr(1)
     if not cut:
@@ -57,7 +57,7 @@ def in_chunks(scan: Scan, cut: bool, write: Pass) -> Generated:
 def is_cut(scan: Scan) -> bool:
     """Whether to cut rows into chunks: few long rows, of sums that may be reassociated, so not of float64.
 
-    Extremes, and so all scans of indices, wait for nothing: they seldom change, which the machine foresees.
+    Extremes, and so all scans of indices, carry no latency: they seldom change, and the branch is predicted.
     """
     if scan.spec.extreme:
         return False
@@ -67,7 +67,8 @@ def is_cut(scan: Scan) -> bool:
 
 
 def _pass(scan: Scan, suffix: str, chunks: Expr, stores: bool) -> Function:
-    """One function: units of chains, each from a row's or chunk's start; it stores results, or their last ones."""
+    """One function: each unit is several chains, each from the start of a row or chunk. It stores results, or only
+    totals."""
     facts = scan.facts
     rows = opened(facts, suffix)
     digits = [*digits_of(facts.kept_axes), ("chunk", ir.Name("chunks"))]
@@ -91,13 +92,13 @@ def _pass(scan: Scan, suffix: str, chunks: Expr, stores: bool) -> Function:
 
 
 def _fills(scan: Scan) -> bool:
-    """Whether the values are so costly that a vectorised loop computes a block of them before the scan."""
+    """Whether the values are costly enough that a vectorised loop computes a block of them before the scan."""
     cost = sum(row_cost(scan.facts.plan.rows[n]) for n in scan.facts.passes.varying([scan.value]))
     return cost >= FILLED_COST and not scan.spec.index
 
 
 def _point(rows: Rows, scan: Scan, stores: bool) -> None:
-    """A function that takes a chain one step on: all rows that vary at all are computed in it, or before."""
+    """The routine that takes a chain one step; rows that vary are computed in it, or before it."""
     facts, out, fills, axis = rows.facts, rows.out, _fills(scan), scan.axis.sym.name
     kept = tuple(("const i64", a.sym.name) for a in facts.kept_axes)
     if fills:
@@ -126,7 +127,7 @@ class _Chains:
         return self.out.block(ir.For("j", ir.Number(0), ir.Name("count")))
 
     def starts(self, digits: Digits, joins: bool) -> None:
-        """Where the chains of a unit are, from where to where they run, and what they start with."""
+        """Declare where the chains of a unit are, their ranges and their initial values."""
         out = self.out
         out.scratch(self.scan.kind, "accs", SIDE_BY_SIDE)
         out.scratch("i64", "ats", SIDE_BY_SIDE, zero=True)
@@ -146,14 +147,15 @@ class _Chains:
             out.set(low[J], ir.least(chunk * "each", n))
             out.set(high[J], ir.least(low[J] + "each", n))
             out.set(ACCS[J], self.scan.identity)
-            if joins:  # what the chunks before a chain's make
+            if joins:  # the total of the chunks before a chain
                 here = ir.Name("first") + J
                 with out.block(ir.For("c", here - "chunk", here)):
                     out.let(self.scan.kind, "x", ir.Name(f"{self.scan.facts.name}_p")["c"])
                     out.set(ACCS[J], self.scan.join(ACCS[J], ir.Name("x")))
 
     def run(self) -> None:
-        """All chains side by side as far as the shortest goes, then each to its end; perhaps block by block."""
+        """Run all chains side by side as far as the shortest, then each to its end; block by block if values are
+        precomputed."""
         out, kind, low, length, done = self.out, self.scan.kind, *map(ir.Name, ("low", "size", "done"))
         out.scratch("i64", length.name, SIDE_BY_SIDE)
         with self._each_block() if self.fills else nullcontext():
@@ -178,7 +180,7 @@ class _Chains:
 
     @contextmanager
     def _each_block(self) -> Iterator[None]:
-        """Blocks of computed values of all chains, as far as the longest goes."""
+        """Blocks of computed values of all chains, up to the end of the longest."""
         out, longest, left = self.out, ir.Name("longest"), ir.Name("high")[J] - ir.Name("low")[J]
         out.scratch(self.scan.kind, "xs", SIDE_BY_SIDE, FILLED, aligned=self.scan.facts.machine.line_bytes)
         out.var("i64", longest.name, 0)
@@ -188,7 +190,7 @@ class _Chains:
             yield
 
     def _together(self, length: ir.Name, done: ir.Name) -> None:
-        """All chains, as far as the shortest goes."""
+        """Run all chains together, up to the end of the shortest."""
         out, every = self.out, range(SIDE_BY_SIDE)
         out.set(done, length[0])
         for j in every[1:]:
@@ -209,7 +211,7 @@ class _Chains:
         return [ir.Name(f"of_{a.sym.name}")[j] for a in self.scan.facts.kept_axes]
 
     def _step(self, acc: str, at: str, j: ir.Like) -> None:
-        """Take chain `j` one step on, to its index `i`."""
+        """Take chain `j` one step, at its index `i`."""
         x = (ir.Name("xs")[j]["i"],) if self.fills else ()
         self.out.do("point", acc, at, *self._kept_of(j), ir.Name("low")[j] + "i", *x)
 

@@ -1,7 +1,7 @@
 """Functions that check each offset into a buffer: `config.check_bounds`.
 
-A buffer is then no pointer but a class that can only be subscripted, so no access can be written that is not checked.
-Loops are the plain ones: vectors, tiles, pieces and prefetches take the addresses of memory, and are left out.
+A buffer is then not a pointer but a class that can only be subscripted, so every access is checked. Only plain loops
+are written: vectors, tiles, pieces and prefetches take addresses of memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ template <class T> struct fuser_checked {{
 
 
 def span(size: Sequence[Expr], stride: Sequence[Expr]) -> Expr:
-    """The elements of memory from the first to the last one of a tensor; 0 if it has none."""
+    """The number of elements from a tensor's first to its last one in memory; 0 if it has none."""
     last = ZERO
     for n, s in zip(size, stride, strict=True):
         last = last + (n - 1) * s

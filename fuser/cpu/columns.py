@@ -1,4 +1,4 @@
-"""Passes of column nests: each lane of a block of neighbouring columns is a result, rows come one after the other."""
+"""Passes of column nests: each lane of a block of neighbouring columns is one result; rows are taken in order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.scheduler.kernel_plan import Axis, Reduce
 
-ROWS_TOGETHER = 4  # of a column pass, while accumulators stay in registers
-TOGETHER_COST = 16  # operations of a row up to which they are
+ROWS_TOGETHER = 4  # rows of a column pass that are added before accumulators are written
+TOGETHER_COST = 16  # most operations of a row for that
 Fold = Callable[[Reduce], None]
 
 
@@ -29,7 +29,8 @@ def one_row(rows: Rows, own: Sequence[Accumulator], phase: int, loops: Sequence[
 
 
 def _reads_pieces_only(facts: Facts, phase: int) -> bool:
-    """Whether a pass may go on to whole vectors: it reads and writes nothing but pieces, which have room."""
+    """Whether a pass may round its loop up to whole vectors: it reads only pieces, which are padded, and writes
+    nothing."""
     loads = {n for n in facts.rows_of(phase) if facts.plan.rows[n].op == "load"}
     looks_up = any(r.op == "indirect" for r in facts.plan.rows)
     plain = not (facts.has_checks or facts.passes[phase].stores or facts.kept or looks_up)
@@ -37,9 +38,9 @@ def _reads_pieces_only(facts: Facts, phase: int) -> bool:
 
 
 def takes_rows_together(facts: Facts, own: Sequence[Accumulator], phase: int, loops: Sequence[Axis]) -> bool:
-    """Whether a column pass adds up several rows before it writes its accumulators, which are in memory.
+    """Whether a column pass adds up several rows in registers before it writes its accumulators to memory.
 
-    It pays for sums of cheap rows if the pass stores nothing. g++ does not vectorise several selects.
+    It pays for sums of cheap rows in a pass without stores. g++ does not vectorise several selects.
     """
     if not loops or not own or not all(a.spec.adds for a in own) or facts.checks_inside:
         return False

@@ -1,4 +1,4 @@
-"""What a compiler says: the line of its output that says most, and what the system refused, with the cure."""
+"""Compiler output: its most informative line, and what the operating system refused, with the cure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 from fuser import config
 
 _TELLING = ("cannot write", "cannot", "undefined", "error")
-_SUMMARY = "exit status"  # of a part of the compiler, which has said why before
+_SUMMARY = "exit status"  # printed for a part of the compiler that has already given its reason
 _ELSEWHERE = "free some, or set TMPDIR and FUSER_CACHE_DIR"
-# What a system refuses: words of a compiler's output, and the sentence, the same for all kernels.
+# Refusals of the operating system: words of a compiler's output, and the sentence for them, the same for all kernels.
 _REFUSED = (
     ("No space left on device", "no space is left in {temporary} or {cache}: " + _ELSEWHERE),
     ("File too large", "files may not be large enough in {temporary} or {cache}: raise the limit (ulimit -f)"),
@@ -26,12 +26,12 @@ _FULL = ("No space left on device", "Disk quota exceeded")
 
 
 def is_full(text: str) -> bool:
-    """Whether a compiler found no room, which another folder may have."""
+    """Whether a compiler found no space, so another folder may help."""
     return any(words in text for words in _FULL)
 
 
 def refused(text: str) -> str | None:
-    """What the system refused, and the cure; None if `text` says nothing of that."""
+    """A sentence on what the system refused, with the cure; None if `text` shows no refusal."""
     cache = config.cache_dir or "the temporary folder"
     for words, sentence in _REFUSED:
         if words in text:
@@ -40,7 +40,7 @@ def refused(text: str) -> str | None:
 
 
 def gist(log: str) -> str:
-    """The line of a compiler's output that says most: what the system refused, else its first error."""
+    """The most informative line of a compiler's output: a refusal of the system, else its first error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     why = refused(log)
     if why is not None:

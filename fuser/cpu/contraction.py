@@ -1,8 +1,8 @@
 """Contractions of few rows: each element of the weight is read once, and all rows take it from a register.
 
-A unit is a block of neighbouring columns. A helper adds up their products with all rows; results go through a tile to
-the elementwise work behind, a row at a time. Partial sums are float32 in the lanes of registers, so a sum has no more
-terms one after the other than the weight's row fills registers.
+A unit is a block of neighbouring columns. A helper adds up their products with all rows; the results go through a tile
+to the epilogue, a row at a time. Partial sums are float32 in register lanes, so a sum has no more sequential terms
+than the weight's row fills registers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fuser.scheduler.kernel_plan import KernelPlan
 
 COLUMNS = 16  # of a unit
 MOST_ROWS = 8
-IN_ORDER_ROWS, IN_ORDER_BYTES = 4, 1 << 14  # of `x`, up to which the weight is read as it lies, without prefetches
-WHOLE_BYTES, PART_BYTES = 24 << 10, 8 << 10  # rows of `x` that the first-level cache keeps; parts of longer ones
+IN_ORDER_ROWS, IN_ORDER_BYTES = 4, 1 << 14  # of `x`, up to which the weight is read in memory order, without prefetches
+WHOLE_BYTES, PART_BYTES = 24 << 10, 8 << 10  # of rows of `x` that the first-level cache keeps; of parts of longer rows
 _CALL = re.compile(r"fuser_dot_(f32|bf16)_(\d+)$")
 
 
@@ -36,7 +36,7 @@ def whole(facts: Facts) -> Function:
     """The single function of a nest whose reductions are contractions of few rows."""
     found, facts = facts.plan.contraction, replace(facts, lanes=COLUMNS)
     assert found is not None
-    row_axis = found.row.name if found.row is not None else ""  # the variable of the rows; "" where there is one
+    row_axis = found.row.name if found.row is not None else ""  # the variable of the rows; "" if there is only one
     count = _rows_of(facts.plan)
     rows = opened(facts)
     out = rows.out
@@ -67,12 +67,12 @@ def whole(facts: Facts) -> Function:
 
 
 def _step(address: Expr, start: dict[Sym, Expr], along: Sym | None) -> Expr:
-    """How far apart neighbours along an axis are."""
+    """The stride of an address along an axis; 0 if `along` is None."""
     return ZERO if along is None else substitute(address, {**start, along: ONE}) - substitute(address, start)
 
 
 def fits(plan: KernelPlan) -> bool:
-    """Whether a plan is a contraction that this nest takes: of few rows, and of operands of one dtype."""
+    """Whether a plan is a contraction for this nest: few rows, and operands of one dtype."""
     found = plan.contraction
     if found is None or not 1 <= _rows_of(plan) <= MOST_ROWS:
         return False
@@ -80,7 +80,7 @@ def fits(plan: KernelPlan) -> bool:
 
 
 def _rows_of(plan: KernelPlan) -> int:
-    """How many rows there are; 0 if that is not known ahead."""
+    """The number of rows; 0 if it is not known at compile time."""
     found = plan.contraction
     if found is None or found.row is None:
         return 1
@@ -88,7 +88,8 @@ def _rows_of(plan: KernelPlan) -> int:
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
-# The sums of the lanes of as many registers as one has lanes, in their order: halves are added, two registers at once.
+# Sums over the lanes of as many registers as one has lanes, in a fixed order: each round adds the upper half of the
+# lanes to the lower half, for two registers at once.
 _FOLD = """\
 FUSER_FN fuser_dot_f fuser_dot_fold(const fuser_dot_f* s) {
   fuser_dot_f t[LANES];
@@ -136,16 +137,16 @@ def _rounds(lanes: int) -> str:
 
 
 def _together(rows: int, machine: Machine) -> int:
-    """Columns that are taken at once: their sums, a register of each and one of a row stay in registers."""
+    """Columns taken at once, so that their sums, one register of each column and one of a row stay in registers."""
     return next((n for n in (8, 4, 2) if n * rows + n < machine.registers - 2), 1)
 
 
 def _function(dtype: str, rows: int, machine: Machine) -> str:
-    """C++ of one helper: `rows` rows of `x`, `step` elements apart, by `count` rows of `w`, into `out`.
+    """C++ of one helper: `rows` rows of `x`, `step` elements apart, times `count` rows of `w`, into `out`.
 
-    Several rows of `w` are taken at once, for as long a part of them as leaves the rows of `x` in the first-level
-    cache, while those of the next unit are asked into the second: a core that computes has few loads of its own under
-    way. Machines without such prefetches read few rows of `w` in the order of memory.
+    Several rows of `w` are taken at once, in parts short enough that the rows of `x` stay in the first-level cache.
+    The next unit's rows are prefetched into the second, since a core that computes has few loads in flight. Machines
+    without such prefetches read few rows of `w` in memory order.
     """
     lanes = machine.vector_bytes // 4
     width = lanes if dtype == "f32" else 2 * lanes
@@ -160,7 +161,7 @@ def _function(dtype: str, rows: int, machine: Machine) -> str:
 
 
 def _parts(dtype: str, rows: int, width: int, machine: Machine) -> list[str]:
-    """The loop over parts of the rows, each with a loop over all columns."""
+    """The loop over parts of the rows; each part has a loop over all columns."""
     size = 4 if dtype == "f32" else 2
     part = max(width, PART_BYTES // (rows * size) // width * width)
     return [
@@ -175,7 +176,7 @@ def _parts(dtype: str, rows: int, width: int, machine: Machine) -> list[str]:
 def _block(
     dtype: str, rows: int, width: int, columns: int, unroll: int, ahead: bool, first: str = "0", last: str = "inner"
 ) -> list[str]:
-    """The loop over columns, `columns` at a time, with `unroll` registers of each at a time; added to `sums`."""
+    """The loop over columns, `columns` and `unroll` registers of each at a time; results are added to `sums`."""
     element, vector = ELEMENTS[dtype], f"fuser_dot_{'f' if dtype == 'f32' else 'u'}"
     turns, cells = range(unroll), [(i, m) for m in range(rows) for i in range(columns)]
     out = [

@@ -1,4 +1,4 @@
-"""Words of C++ for products of vectors: float32 sums of float32 operands, or of pairs of bfloat16 ones."""
+"""C++ building blocks of vector products: float32 sums of float32 operands, or of pairs of bfloat16 operands."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from fuser.cpu.text import filled
 from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
 
-Epilogue = tuple[str, str]  # oneDNN's name and algorithm of an activation behind a product
+Epilogue = tuple[str, str]  # oneDNN's name and algorithm of an activation applied to a product
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 ELEMENTS = {"f32": "float", "bf16": "u16"}
-PAIRS = {"f32": 1, "bf16": 2}  # elements of each operand that a lane of a sum takes at once
+PAIRS = {"f32": 1, "bf16": 2}  # elements of each operand that one lane of a sum takes at once
 _ADD = {"f32": "{s} += {a} * {b};", "bf16": "FUSER_DOT_BF16({s}, {a}, {b});"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows, and registers of `lanes` columns, whose sums stay in registers with one of each operand."""
+    """A register block: `rows` rows by `registers` registers of `lanes` columns, whose sums stay in registers with one
+    register of each operand."""
 
     rows: int
     registers: int
@@ -32,14 +33,14 @@ class Shape:
 
 
 def shape_of(columns: int, machine: Machine) -> Shape:
-    """The shape of which the least columns of the last panel are zeros."""
+    """The shape that pads the last panel with the fewest zero columns."""
     few = machine.registers < 32
     shapes = [Shape(*s, machine.vector_bytes // 4) for s in (((6, 2), (4, 3)) if few else ((8, 3), (6, 4)))]
     return min(shapes, key=lambda shape: -columns % shape.width)
 
 
 def wide_shape(machine: Machine) -> Shape:
-    """The shape with the most columns that are a power of two registers."""
+    """The shape with the most columns whose number of registers is a power of two."""
     return Shape(*((4, 2) if machine.registers < 32 else (6, 4)), machine.vector_bytes // 4)
 
 
@@ -67,7 +68,7 @@ typedef i32 fuser_dot_i __attribute__((vector_size(BYTES)));
 #define FUSER_DOT_PICK(a, b, ...) __builtin_shuffle(a, b, (fuser_dot_i){__VA_ARGS__})
 #endif
 """
-# A vector that is used several times is loaded once: g++ makes it an operand in memory of each use.
+# A vector that is used several times is loaded once: g++ would make it a memory operand of each use.
 _KEEP = """\
 #if defined(__AVX512F__)
 #define FUSER_DOT_KEEP(b) asm("" : "+v"(b))
@@ -87,7 +88,7 @@ _BF16 = """\
 
 
 def words(dtypes: Set[str], machine: Machine) -> str:
-    """The types and macros that products of these dtypes are spelled in."""
+    """The types and macros that products of these dtypes use."""
     text = _HEAD + _KEEP + (_BF16 if "bf16" in dtypes else "")
     return filled(text, {"BYTES": machine.vector_bytes})
 

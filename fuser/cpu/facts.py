@@ -1,4 +1,4 @@
-"""What is known of a plan before any of its code is written: axes, rows, lanes, and what was decided of them."""
+"""A plan with the decisions about its code: axes, rows, lanes, and which loads and stores are special."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from fuser.ops import CPP_TYPES
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Passes, Store
 from fuser.scheduler.nodes import row_cost
 
-STREAM_SHORTEST = 64  # elements of a row, below which they are written where they belong
-MOST_STREAMS = 6  # results whose tiles fit into the first level cache
+STREAM_SHORTEST = 64  # elements of a row, below which results are stored directly
+MOST_STREAMS = 6  # most results whose tiles fit into the first-level cache
 MOST_OF_A_GROUP = 4  # most stores of a group with gaps: g++ took ten seconds for 11 of 12 float16
-WORK_OF_ONE = 3  # operations for each access at an odd distance, from which vectors are worth its scattered elements
+WORK_OF_ONE = 3  # operations for each access at an odd stride, from which vectors are worth element-wise accesses
 
 
 @dataclass(frozen=True)
 class Facts:
     """A plan with all decisions about its code. Each is made once: a generator goes on with new facts.
 
-    lanes: elements of a block of columns, or of an accumulator of rows. constant: rows that do not change in a segment
-    of the loop; parts: loads under such conditions. moved: rows that hold the bits of a 16-bit float. kept: rows with a
+    lanes: elements of a block of columns, or of a row accumulator. constant: rows that do not change in a segment of
+    the loop; parts: loads under such conditions. moved: rows that hold the bits of a 16-bit float. kept: rows with a
     row buffer; hoisted: rows computed before the loops; staged: loads that go through tiles, whose rows run along the
-    axis `tiled`. around: the length of rows that are taken as one long row, with which hoisted rows begin anew
+    axis `tiled`. around: the length of short rows that are taken as one long row; hoisted rows repeat with this period
     (`rounds.py`). partials: temporaries that the functions share.
     """
 
@@ -54,7 +54,7 @@ class Facts:
     partials: tuple[Partial, ...] = ()
 
     def with_partials(self, partials: Sequence[Partial]) -> Facts:
-        """The facts of functions that share these temporaries, which follow the other pointers."""
+        """The facts of functions that share these temporaries, whose pointers follow the others."""
         pointers = dict(self.bindings.pointers)
         for p in partials:
             pointers[p.name] = len(pointers)
@@ -83,7 +83,7 @@ class Facts:
 
     @functools.cached_property
     def kept_axes(self) -> tuple[Axis, ...]:
-        """The axes of units."""
+        """The axes whose points are divided into units."""
         return tuple(a for a in self.plan.axes if not a.reduced)
 
     @functools.cached_property
@@ -98,13 +98,13 @@ class Facts:
 
     @property
     def along(self) -> Axis:
-        """The axis that runs over lanes, where there is one."""
+        """The axis that runs over lanes; there has to be one."""
         assert self.vector is not None
         return self.vector
 
     @property
     def v(self) -> str:
-        """The variable of that axis."""
+        """The C++ variable of the lanes' axis."""
         return self.along.sym.name
 
     @functools.cached_property
@@ -114,7 +114,7 @@ class Facts:
 
     @functools.cached_property
     def is_column(self) -> bool:
-        """Whether the nest reduces, each lane for itself."""
+        """Whether the nest reduces and each lane holds its own result."""
         return bool(self.reduced_axes) and not self.is_row
 
     @functools.cached_property
@@ -138,7 +138,7 @@ class Facts:
         return self.is_column and not self.is_full(n) and self.plan.vector in self.plan.varies[n]
 
     def is_exact(self, n: int, dtype: torch.dtype) -> bool:
-        """Whether the values of row `n` are exact in the 16-bit float `dtype`."""
+        """Whether every value of row `n` is representable in the 16-bit float `dtype`."""
         if dtype not in self._exact:
             self._exact[dtype] = exact_rows(self.plan, dtype) if dtype in LOW_PRECISION else frozenset()
         return n in self._exact[dtype]
@@ -149,12 +149,12 @@ class Facts:
 
     @functools.cached_property
     def tame(self) -> frozenset[int]:
-        """Rows whose NaNs have zeros in their low bits."""
+        """Rows whose NaNs have zeros in their low 16 bits."""
         return tame_rows(self.plan)
 
     @functools.cached_property
     def near(self) -> frozenset[int]:
-        """Rows whose arguments lie in the interval that a helper of their op is for."""
+        """Rows whose arguments are in the interval for which their op has a cheaper helper."""
         return near_rows(self.plan)
 
     def kind(self, n: int) -> str:
@@ -162,15 +162,16 @@ class Facts:
         return storage_type(self.moved[n]) if n in self.moved else CPP_TYPES[self.plan.rows[n].dtype]
 
     def scalar(self, n: int) -> ir.Value:
-        """The value of a row that has one for all lanes, or for the lane at hand."""
+        """The value of a row that is the same for all lanes, or of the current lane."""
         row = self.plan.rows[n]
         return constant(row) if row.op == "const" else ir.Name(f"t{n}")
 
     @functools.cached_property
     def guarded(self) -> frozenset[int]:
-        """Loads before the reduced loops that only these use: if the loops have no turns, there may be no element.
+        """Loads before the reduced loops used only inside them: if the loops have no iterations, the element may not
+        exist.
 
-        An ordered nest has no units then, so nothing is loaded.
+        An ordered nest has no units in that case, so nothing is loaded.
         """
         if not self.reduced_axes or self.plan.ordered is not None:
             return frozenset()
@@ -178,7 +179,7 @@ class Facts:
         return frozenset(loads.difference(*(p.outer for p in self.passes)))
 
     def unrounded(self, s: Store) -> int:
-        """The row to store: storing rounds, so what was rounded for it need not be, where its source is at hand."""
+        """The row to store. Storing rounds, so a `round_to` before it is skipped where its source is available."""
         row = self.plan.rows[s.row]
         if row.op != "round_to" or row.attr is not self.dtypes[s.buffer] or not self.is_full(row.args[0]):
             return s.row
@@ -186,26 +187,26 @@ class Facts:
 
     @functools.cached_property
     def has_checks(self) -> bool:
-        """Whether an index is checked."""
+        """Whether any index is bounds-checked."""
         return any(map(is_checked, self.plan.rows))
 
     @functools.cached_property
     def checks_inside(self) -> bool:
-        """Whether an index is checked in an innermost loop."""
+        """Whether an index is bounds-checked in an innermost loop."""
         rows = enumerate(self.plan.rows)
         return any(is_checked(r) and (self.is_full(n) or self.is_lane(n)) for n, r in rows)
 
     # -- passes --------------------------------------------------------------------------------------------------------
     def available(self, phase: int) -> Set[int]:
-        """Rows inside the loops of a pass that are in memory by then."""
+        """Rows of the inner loops whose values are already in memory when pass `phase` runs."""
         return {*(n for n in self.kept if self.passes.first(n) < phase), *self.hoisted}
 
     def computed(self, phase: int) -> list[int]:
-        """Rows that a pass computes in its loops, and those that it finds in memory."""
+        """Rows that a pass uses in its loops: computed there or found in memory."""
         return self.passes.closure(self.passes[phase].roots, self.available(phase))
 
     def rows_of(self, phase: int) -> list[int]:
-        """Rows that a pass computes in its loops."""
+        """Rows that a pass computes in its loops, without those found in memory."""
         available = self.available(phase)
         return [n for n in self.computed(phase) if n not in available]
 
@@ -215,7 +216,7 @@ class Facts:
 
     @functools.cached_property
     def costliest_pass(self) -> int:
-        """The pass with the most operations for each element among those that reduce."""
+        """The pass with the most operations for each element among the passes that reduce."""
 
         def cost(phase: int) -> int:
             mine = [n for n in self.passes[phase].inner if self.passes.first(n) == phase]
@@ -236,14 +237,14 @@ class Facts:
         return coefficient(address, self.vector.sym)
 
     def lines_read(self, rows: Iterable[int]) -> list[tuple[str, Expr]]:
-        """Buffers, and where in them, that loads among `rows` read line by line along the lanes' axis."""
+        """(buffer, offset) of the loads among `rows` that are contiguous along the lanes' axis."""
         loads = [self.plan.rows[n] for n in rows if self.plan.rows[n].op == "load"]
         found = ((r.attr[0], r.attr[1][0]) for r in loads if not r.args and self.step(r.attr[1][0]) == ONE)
         return list(dict.fromkeys(found)) if not self.checked else []
 
     @functools.cached_property
     def streams(self) -> tuple[Store, ...]:
-        """Stores that are contiguous along the lanes' axis and may be large, so they may go past the cache.
+        """Stores that are contiguous along the lanes' axis and may be large, so non-temporal stores may pay.
 
         A buffer that the kernel also reads is in the cache already and is left out. So are scatters and scans: their
         results are read again soon, or are stored in small parts.
@@ -258,19 +259,20 @@ class Facts:
         return found if len(found) <= MOST_STREAMS else ()
 
     def streams_of(self, phase: int) -> list[Store]:
-        """Those of one pass."""
+        """The streams of one pass."""
         return [s for s in self.streams if s.phase == phase]
 
     def tile_of(self, s: Store) -> str:
-        """The name of the tile that may stage a store; empty if none does."""
+        """The name of the tile that may stage a store; "" if none does."""
         return f"{s.phase}_{self.streams_of(s.phase).index(s)}" if s in self.streams else ""
 
     @functools.cached_property
     def scattered_steps(self) -> frozenset[int]:
-        """Distances between neighbouring lanes at which elements are taken one by one, and not as groups.
+        """Lane strides at which elements are accessed one by one, and not as interleaved groups.
 
-        Those at which many stores leave some elements between them out. In a kernel of much arithmetic also those that
-        g++ has no permutation for, all but 3 and the powers of two: it would work on vectors of two elements.
+        These are strides at which many stores leave gaps between their elements. In arithmetic-heavy kernels they are
+        also the strides for which g++ has no permutation, all but 3 and powers of two: it would use vectors of two
+        elements.
         """
         rows = self.plan.rows
         stores = Counter((s.buffer, step) for s in self.plan.stores for step in self._steps(s.address))
@@ -307,12 +309,12 @@ def size(e: Expr) -> ir.Value:
 
 
 def whole_lines(size_in_bytes: Expr) -> ir.Value:
-    """Bytes, rounded up to whole lines of a cache."""
+    """Bytes rounded up to whole cache lines of 64 bytes."""
     return (size(size_in_bytes) + 63) // 64 * 64
 
 
 def no_row(n: int) -> ir.Value:
-    """For scopes of sizes, which no row computes."""
+    """The `ref` of scopes that hold sizes only: a size depends on no row."""
     raise AssertionError(f"a size depends on the computed index t{n}")
 
 

@@ -1,6 +1,6 @@
-"""Facts about a plan's rows of floats: which are exact in 16 bits, which NaNs they can be, where they lie.
+"""Facts about a plan's float rows: which are exact in 16 bits, which NaNs they may hold, and their intervals.
 
-And which 16-bit floats a kernel only moves.
+It also finds the 16-bit floats that a kernel only moves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def exact_rows(plan: KernelPlan, dtype: torch.dtype) -> frozenset[int]:
 
 
 def _found(plan: KernelPlan, holds: Callable[[Row, Set[int]], bool]) -> frozenset[int]:
-    """The float32 rows of which something holds, where it does of those before."""
+    """The float32 rows for which `holds`, given the rows found before."""
     found: set[int] = set()
     for n, row in enumerate(plan.rows):
         if row.dtype is torch.float32 and holds(row, found):
@@ -35,7 +35,7 @@ def _is_exact(plan: KernelPlan, row: Row, dtype: torch.dtype, found: Set[int]) -
     if row.op == "load":
         return dict(plan.buffers)[row.attr[0]] is dtype
     if row.op == "round_to":
-        # Not the other way round: the largest float16, rounded to bfloat16, is no float16 any more.
+        # The reverse does not hold: the largest float16, rounded to bfloat16, is not a float16 any more.
         narrower = dtype is torch.bfloat16 and row.attr is torch.float16
         return row.attr is dtype or (narrower and row.args[0] in found)
     if row.op == "to_dtype":
@@ -50,16 +50,16 @@ def _is_exact(plan: KernelPlan, row: Row, dtype: torch.dtype, found: Set[int]) -
 
 
 def _doubles(row: Row) -> bool:
-    """Whether a row is 1, 2, 4, ... or one of them negated.
+    """Whether a row is the constant 1, 2, 4, ... or its negative.
 
-    A product of a bfloat16 with it has no more bits and overflows where the bfloat16 does. With a smaller power of two
-    it could lose bits below the smallest number.
+    A product of a bfloat16 with it has no more bits, and overflows in float32 where it would in bfloat16. With a
+    smaller power of two it could lose bits below the smallest number.
     """
     return row.op == "const" and abs(float(row.attr)) >= 1 and math.frexp(abs(float(row.attr)))[0] == 0.5
 
 
 def _chosen(row: Row) -> set[int]:
-    """The arguments of an operator that selects one of them as its result."""
+    """The arguments among which an operator selects its result."""
     return {row.args[k] for k in row.traits.selects}
 
 
@@ -67,10 +67,10 @@ def tame_rows(plan: KernelPlan) -> frozenset[int]:
     """The float32 rows of a plan whose NaNs, if any, have zeros in their low 16 bits.
 
     Adding up to 0x8000 to such a NaN's bits does not carry: rounded to bfloat16 like a number, it stays that NaN. NaNs
-    of bfloat16 are such, as are those that processors make of no NaN (0x7fc00000 or 0xffc00000), and an operator
-    with a NaN for an argument gives that one with its quiet bit set (`OpRow.plain_nan`; so do the package's
-    elementary functions, whose powers of two have a mantissa of 0). NaNs of float32, of half (whose ten bits reach
-    down to bit 13), of float64 and of approximated functions may have any bits.
+    of bfloat16 are of this kind, as are the default NaNs of processors (0x7fc00000 or 0xffc00000). An operator with a
+    NaN argument returns that NaN with its quiet bit set (`OpRow.plain_nan`; so do the package's elementary functions,
+    whose powers of two have a mantissa of 0). NaNs of float32, of float16 (whose ten bits reach down to bit 13), of
+    float64 and of approximated functions may have any bits.
     """
     return _found(plan, lambda row, found: _is_tame(plan, row, found))
 
@@ -89,10 +89,10 @@ def _is_tame(plan: KernelPlan, row: Row, found: Set[int]) -> bool:
     return row.traits.plain_nan and found >= set(row.args)
 
 
-# -- where rows lie, NaN apart: some functions cost less on an interval ----------------------------------------------
-Interval = tuple[float, float]  # one from 0.0 has no -0.0
+# -- intervals of rows, NaN apart: some functions cost less on an interval --------------------------------------------
+Interval = tuple[float, float]  # an interval from 0.0 holds no -0.0
 ALL: Interval = (-math.inf, math.inf)
-_ROUNDED = (-math.inf, -1.0, 0.0, 1.0, math.inf)  # ends that every dtype has
+_ROUNDED = (-math.inf, -1.0, 0.0, 1.0, math.inf)  # bounds that every dtype represents
 
 
 def intervals(plan: KernelPlan) -> list[Interval]:
@@ -104,7 +104,7 @@ def intervals(plan: KernelPlan) -> list[Interval]:
 
 
 def near_rows(plan: KernelPlan) -> frozenset[int]:
-    """The rows whose op has a helper for the interval of its argument."""
+    """The rows whose op has a helper for an interval that contains its argument."""
     lies = intervals(plan)
     return frozenset(n for n, row in enumerate(plan.rows) if _is_near(row, lies))
 
@@ -146,7 +146,7 @@ HALVES = tuple(_OTHER)
 
 
 def moved_rows(plan: KernelPlan) -> dict[int, torch.dtype]:
-    """Rows of a plan that are only loaded, selected and stored, each with the 16-bit float whose bits it holds."""
+    """Rows that are only loaded, selected and stored, each with the 16-bit float whose bits it holds."""
     dtypes = dict(plan.buffers)
     found: dict[int, torch.dtype] = {}
     for n, row in enumerate(plan.rows):
@@ -167,14 +167,14 @@ def _unfit_rows(plan: KernelPlan, found: dict[int, torch.dtype]) -> list[int]:
 
 
 def _sources(plan: KernelPlan, n: int) -> list[int]:
-    """The rows, constants apart, one of whose values row `n` has as it is; none if it computes."""
+    """The rows, except constants, of which row `n` copies one unchanged; none if it computes."""
     row = plan.rows[n]
     args = row.args[1:] if row.traits.chooses else row.args if row.op == "round_to" else ()
     return [a for a in args if plan.rows[a].op != "const"]
 
 
 def _unfit(plan: KernelPlan, n: int, found: dict[int, torch.dtype]) -> list[int]:
-    """Rows of `found` that are not moved only, as far as row `n` knows: those it computes with, or itself."""
+    """Rows of `found` that row `n` shows to be not only moved: rows it computes with, or itself."""
     sources = _sources(plan, n)
     if n in found and any(found.get(a) is not found[n] for a in sources):
         return [n]

@@ -20,11 +20,11 @@ from fuser.kernel_spec import OUT_OF_BOUNDS
 from fuser.scheduler.kernel_plan import Axis
 
 STATUS = ir.Unary("*", ir.Name("status"))
-Digits = list[tuple[str, ir.Value]]  # variables of a unit's number and how many values each has; the last runs fastest
+Digits = list[tuple[str, ir.Value]]  # variables of a unit's number and how many values each has; the last is fastest
 
 
 def opened(facts: Facts, suffix: str = "") -> Rows:
-    """A new function: pointers, sizes, and what depends on no axis."""
+    """Open a new function: pointers, sizes, and values that depend on no axis."""
     rows, plan = Rows(facts), facts.plan
     out = rows.out
     _pointers(rows, facts.name + suffix)
@@ -63,7 +63,7 @@ def _pointers(rows: Rows, function: str) -> None:
 
 
 def _symbols(facts: Facts) -> set[Sym]:
-    """The sizes and strides that a function names."""
+    """The sizes and strides that a function needs as variables."""
     own, plan = {a.sym for a in facts.plan.axes}, facts.plan
     exprs = [e for r in plan.rows for e in row_exprs(r)] + [s.address for s in plan.stores]
     exprs += [a.size for a in plan.axes] + [p.size for p in facts.partials]
@@ -73,7 +73,7 @@ def _symbols(facts: Facts) -> set[Sym]:
 def closed(
     rows: Rows, units: Expr, work: Expr | None = None, scratch: Expr = ZERO, suffix: str = "", sequential: bool = False
 ) -> Function:  # fmt: skip
-    """The function whose head `opened` wrote, with its tail. `work` is the nest's unless given."""
+    """Close the function that `opened` began. `work` is the nest's unless given."""
     facts, out = rows.facts, rows.out
     if facts.streams:
         out.add(ir.Block(ir.If(ir.Name("stream")), (ir.StreamEnd(),)))
@@ -88,7 +88,7 @@ def closed(
 
 # -- units ------------------------------------------------------------------------------------------------------------
 def digits_of(axes: Iterable[Axis]) -> Digits:
-    """The digits of a unit's number along some axes."""
+    """The digits of a unit's number, one for each of `axes`."""
     return [(a.sym.name, ir.Name(f"n_{a.sym.name}")) for a in axes]
 
 
@@ -100,9 +100,9 @@ def blocks_of(a: Axis, length: IntLike, name: str) -> tuple[tuple[str, ir.Value]
 
 
 def units_of(facts: Facts, axes: Sequence[Axis] | None = None) -> tuple[Digits, Expr]:
-    """The digits of a unit along the kept axes, and of blocks of columns; and how many units there are.
+    """The digits of a unit along the kept axes (and of its block of columns), and the number of units.
 
-    `axes`: those to take in place of the kept ones, of which that of the lanes is none.
+    `axes`: the axes to use in place of the kept ones; the lanes' axis is not among them.
     """
     axes = [a for a in facts.kept_axes if not facts.in_blocks or a is not facts.vector] if axes is None else axes
     digits, units = digits_of(axes), product(a.size for a in axes)
@@ -114,7 +114,7 @@ def units_of(facts: Facts, axes: Sequence[Axis] | None = None) -> tuple[Digits, 
 
 @contextmanager
 def each_unit(rows: Rows, digits: Digits) -> Iterator[None]:
-    """The loop over units, with the columns of a unit's block."""
+    """The loop over units; where units are blocks of columns, it declares `v0` and `count`."""
     with rows.out.block(ir.Units(tuple(digits))):
         if rows.facts.in_blocks:
             rows.out.let("i64", "v0", ir.Name("block") * rows.facts.lanes)

@@ -1,4 +1,4 @@
-"""A lowered graph → C++ source → shared library → what the launcher runs."""
+"""Generation and compilation of a kernel: lowered graph → C++ source → shared library → launch program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FusedKernel:
 
 @dataclass(frozen=True)
 class Source:
-    """Generated sources for `machine`, which make one library, and how to launch it; no compiler was needed."""
+    """Generated sources for `machine`, which are linked into one library, and the program that launches it."""
 
     name: str
     parts: tuple[str, ...]
@@ -77,8 +77,8 @@ def functions_for(
 
 
 def _generated(plan: Schedule, bindings: codegen.Bindings, comment: str) -> Iterator[codegen.Generated]:
-    """The functions of each plan, or of two that run together."""
-    taken = False  # with the plan before
+    """The functions of each plan, or of a joined pair of plans."""
+    taken = False  # whether this plan was joined with the plan before
     for number, kernel in enumerate(plan.plans):
         if taken:
             taken = False
@@ -100,7 +100,7 @@ def _counts(lowered: Lowered, plan: Schedule) -> dict[str, Expr]:
 
 
 def compile_source(source: Source) -> FusedKernel:
-    """Run the compiler, or take its earlier result from disk. Raises CompileError."""
+    """Compile a source, or take the library from disk. Raises CompileError."""
     entries = [step.entry for step in source.program.steps]
     library = toolchain.compile_library(source.parts, source.machine, entries)
     return FusedKernel(source.name, source.program, source.text, library, source.n_kernels, source.reasons)

@@ -1,7 +1,7 @@
-"""Loops over float16 that g++ vectorises: elements are converted a piece at a time, before the loop and after it.
+"""Loops over float16 that g++ vectorises: a piece of elements is converted before the loop and after it.
 
-The compiler has no vectors of the instructions that convert halves, which take a dozen others each. So a piece of what
-is read lies in the first level cache as floats before the loop, and what it writes is converted from there.
+g++ does not vectorise the float16 conversion instructions, and emulates them with a dozen others each. So a piece of
+the input is converted to float32 in the first-level cache before the loop, and results are converted from there.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def half_loads(facts: Facts, phase: int) -> list[int]:
 
 
 def half_stores(facts: Facts, phase: int) -> list[Store]:
-    """The same of stores."""
+    """Stores of float16 in a pass that are contiguous along the vector axis."""
     mine = [s for s in facts.passes[phase].stores if s.row not in facts.moved and not facts.checked]
     return [s for s in mine if _is_line(facts, s.buffer, s.address)]
 
 
 def has_halves(facts: Facts, phase: int) -> bool:
-    """Whether a pass over pieces converts float16 before and after each."""
+    """Whether a pass converts float16 in pieces before and after its loop."""
     return 0 < len(half_loads(facts, phase)) + len(half_stores(facts, phase)) <= MOST_PIECES
 
 
@@ -55,9 +55,10 @@ def _is_line(facts: Facts, buffer: str, address: Expr) -> bool:
 
 
 def _bounds(facts: Facts, mask: int) -> list[tuple[bool, ir.Value]]:
-    """The bounds that a condition sets on the index along the vector axis; none if it is not made of such bounds.
+    """The bounds that a condition sets on the index along the vector axis; empty if it consists of other conditions,
+    too.
 
-    Each is (before, index): the condition holds before the index, or from it on.
+    Each is (before, index): the condition holds below the index, or from it on.
     A condition that does not depend on the vector axis is bounded beyond all indices.
     """
     found: list[tuple[bool, ir.Value]] = []
@@ -78,7 +79,8 @@ def _bounds(facts: Facts, mask: int) -> list[tuple[bool, ir.Value]]:
 
 @contextmanager
 def pieces(rows: Rows, phase: int, loop: LoopRange, narrow: bool = True) -> Iterator[None]:
-    """Around a loop of a pass: it finds float16 as float32. What it leaves so is converted after it, if `narrow`."""
+    """Around a loop of a pass, which reads float16 as float32. Its float16 results are converted after it if
+    `narrow`."""
     facts, out, found = rows.facts, rows.out, dict[int, Place]()
     length, aligned = -(-loop.length // 16) * 16, facts.machine.line_bytes  # whole vectors
     for n in half_loads(facts, phase):

@@ -1,7 +1,7 @@
-"""Reductions along rows that add up columns as they go: a norm's gradients in one pass over memory.
+"""Row reductions that also accumulate column sums: a norm's gradients in one pass over memory.
 
-A unit is a chunk of rows. Its sums of columns are in scratch memory, where the last pass over each row adds to them;
-after some rows they go to totals of the chunk. A second function combines the totals of all chunks in a fixed order.
+A unit is a chunk of rows. Its column sums are in scratch memory, where the last pass over each row adds to them; every
+few rows they are added to totals of the chunk. A second function combines the totals of all chunks in a fixed order.
 Chunks depend on sizes alone, so any number of threads gives the same bits.
 """
 
@@ -28,14 +28,15 @@ from fuser.scheduler.kernel_plan import KernelPlan, Reduce, Store, address_rows
 from fuser.scheduler.plan import phases_of
 from fuser.scheduler.together import Joined
 
-# Rows of a chunk, and chunks up to which there may be as few. Totals of a chunk cost what two of its rows do.
+# Rows of a chunk, and the number of chunks up to which chunks are that short. A chunk's totals cost as much as two
+# rows.
 ROW_CHUNKS = ((16, 32), (64, 64))
-LEAST_CHUNKS = 16  # chunks of the example from which rows are walked over: fewer leave threads without work
-SUMS_BYTES = 1 << 18  # of the sums of columns, which stay in the second-level cache beside a row
+LEAST_CHUNKS = 16  # chunks of the example from which plans are joined: fewer leave threads without work
+SUMS_BYTES = 1 << 18  # most bytes of the column sums, which stay in the second-level cache beside a row
 
 
 def fits(joined: Joined) -> bool:
-    """Whether rows of two plans are walked over: many rows, and sums of floats whose columns fit into a cache."""
+    """Whether two plans are joined: many rows, and sums of floats whose columns fit into a cache."""
     plan = joined.plan
     if any(map(_looks_up, (plan, joined.down))) or not all(_is_plain_sum(plan, r) for r in joined.columns):
         return False
@@ -46,7 +47,7 @@ def fits(joined: Joined) -> bool:
 
 
 def _looks_up(plan: KernelPlan) -> bool:
-    """Whether an index of a plan is computed from values, which may be out of range."""
+    """Whether a plan has computed indices, which may be out of range."""
     addresses = [*(e for row in plan.rows for e in row_exprs(row)), *(s.address for s in plan.stores)]
     return any(row.op == "indirect" for row in plan.rows) or any(map(address_rows, addresses))
 
@@ -58,7 +59,7 @@ def _is_plain_sum(plan: KernelPlan, r: Reduce) -> bool:
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
 def _walking(joined: Joined, name: str) -> tuple[KernelPlan, tuple[str, ...]]:
-    """The plan along rows, whose last pass adds to the sums of columns; the buffers of these in scratch memory."""
+    """The plan along rows, whose last pass adds to the column sums, and the scratch buffers of these."""
     plan, column = joined.plan, ZERO
     for a in plan.reduced_axes:
         column = column * a.size + expr(a.sym)
@@ -76,7 +77,7 @@ def _walking(joined: Joined, name: str) -> tuple[KernelPlan, tuple[str, ...]]:
 
 # -- code -------------------------------------------------------------------------------------------------------------
 def walked(joined: Joined, name: str, bindings: Bindings) -> Generated:
-    """Two functions: the first walks over chunks of rows, the second combines the totals of all chunks."""
+    """Two functions: the first goes over chunks of rows, the second combines the totals of all chunks."""
     plan, sums = _walking(joined, name)
     n, columns = (product(a.size for a in plan.axes if a.reduced is side) for side in (False, True))
     counts = (minimum(floordiv(n + (least - 1), expr(least)), most) for least, most in ROW_CHUNKS)
@@ -89,13 +90,13 @@ def walked(joined: Joined, name: str, bindings: Bindings) -> Generated:
 
 
 class _Walk:
-    """Writes the function that walks over the rows. `sums`: the sums of columns, in the order of the partials."""
+    """Writes the function that goes over the rows. `sums`: buffers of the column sums, in the order of the partials."""
 
     def __init__(self, facts: Facts, sums: tuple[str, ...], chunks: Expr) -> None:
         self.facts, self.sums, self.chunks, self.rows = facts, sums, chunks, opened(facts, "_rows")
 
     def function(self) -> Function:
-        """The whole function."""
+        """The complete function."""
         rows, out, many = self.rows, self.rows.out, self.facts.kept_axes
         out.let("i64", "chunks", size(self.chunks))
         out.let("i64", "many", size(product(a.size for a in many)))
@@ -110,7 +111,8 @@ class _Walk:
         return closed(rows, self.chunks, scratch=scratch, suffix="_rows")
 
     def _sum_buffers(self, before: Expr) -> Expr:
-        """Pointers to the sums of columns, behind so many bytes of scratch memory; returns the bytes of all."""
+        """Declare pointers to the column sums, `before` bytes into scratch memory; returns the bytes used up to their
+        end."""
         columns = product(a.size for a in self.facts.reduced_axes)
         for buffer in self.sums:
             dtype = self.facts.dtypes[buffer]
@@ -133,7 +135,7 @@ class _Walk:
         return ir.Select(ir.Name("begins"), ir.Number(0.0, torch.float64), self._total(k))
 
     def _block(self) -> None:
-        """Rows whose values are added up in the dtype of the sums: few enough for float32."""
+        """Rows whose values are added in the dtype of the sums: few enough for float32."""
         out, row = self.rows.out, ir.Name("row")
         out.let("i64", "stop", ir.least(ir.Name("block") + COLUMN_FLUSH, "row1"))
         self._each_column(lambda k: ir.Set(self._sum(k), ir.Number(0.0, self.facts.dtypes[self.sums[k]])))

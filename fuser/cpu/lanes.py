@@ -1,14 +1,14 @@
-"""Loops in explicit vectors: values are rounded to 16 bits, float16 is read or written, or all is bfloat16.
+"""Loops in explicit vectors: for values rounded to 16 bits, float16 in memory, or bfloat16 throughout.
 
-So are loops of elementary functions in float32, whose operations wait for each other, and rows of all floats that end
-with a part of a vector. Passes over short rows are written so too: sums stay in registers from the first element of a
-row to the last, where g++ would load and store them around the tail.
+So are loops of elementary float32 functions, whose operations form a dependence chain, and rows of float32 or 16-bit
+floats with a tail. Passes over short rows are written so too: sums stay in registers from the first element of a row
+to the last, where g++ would load and store them around the tail.
 
-The instructions are those of `ops/lanes_cpp.py`.
-The loop computes several independent vectors at a time, then single ones, the last under a mask. Masked loads read only
-the lanes of their mask. A comparison of the index along the vector axis becomes a mask: all lanes before the index at
-which it changes, or all from there on. Where these comparisons hold for a whole vector, as inside of a window's edges,
-the loop has none.
+The vector helpers are those of `ops/lanes_cpp.py`.
+The loop computes several independent vectors at a time, then single ones, the last under a mask. Masked loads read
+only the lanes of their mask. A comparison of the index along the vector axis becomes a mask: all lanes below the index
+at which it changes, or all from it on. Where these comparisons hold for a whole vector, as in the interior of a
+window, the loop has no masks.
 """
 
 from __future__ import annotations
@@ -35,26 +35,27 @@ from fuser.scheduler.nodes import row_cost
 
 VECTORS, FEWER = 4, 2
 MANY_ROWS = 60
-COSTLY = 9  # operations of a function that is worth vectors by itself
+COSTLY = 9  # operations of a function that alone is worth explicit vectors
 LANES = ir.Name("FUSER_LANES")  # elements of a vector
-SHORT = 256  # elements of a row, of which what fills no vector takes much of the time of g++'s loops
+SHORT = 256  # elements of a row, of which the tail takes much of the time of g++'s loops
 SHORTEST = 4  # elements of a row: fewer fill no vector
-ALONE = 64  # elements of a row inside of its edges for each vector of several at a time
-LONG = 512  # elements of a row from which its reductions ask for memory ahead: neighbours of shorter ones are foreseen
-GROUP = 16  # float32 additions in a lane before they go to a float64 total, beside those of a row's last vectors
-DTYPES = (torch.float32, torch.bool, *LOW)  # that vectors read and write
-SECOND = (torch.float32, *LOW)  # of which they read every second element
+ALONE = 64  # elements of a row between its edges for each vector taken at once
+LONG = 512  # elements of a row from which its reductions prefetch: the hardware predicts neighbours of shorter rows
+GROUP = 16  # float32 additions in a lane before its sum is added to a float64 total, apart from a row's last vectors
+DTYPES = (torch.float32, torch.bool, *LOW)  # dtypes that vectors load and store
+SECOND = (torch.float32, *LOW)  # dtypes of loads with stride 2
 TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
-WIDE = {torch.float64: "lanes_d", torch.bool: "lanes_l"}  # of passes in float64
+WIDE = {torch.float64: "lanes_d", torch.bool: "lanes_l"}  # vector types of passes in float64
 
 
 class LaneLoop:
-    """The innermost loop of a pointwise nest, without reductions; `fits` says whether it can be written so."""
+    """The innermost loop of a pointwise nest or a pass of a row nest; `fits` says whether explicit vectors can write
+    it."""
 
-    macro = "FUSER_LANES"  # is not 0 where there are such vectors
+    macro = "FUSER_LANES"  # this macro is not 0 where there are such vectors
 
     def __init__(self, facts: Facts, phase: int | None = None, own: Sequence[Accumulator] = ()) -> None:
-        """`phase`: the pass of a row nest, `own` its accumulators; without it, the loop of a pointwise nest."""
+        """`phase`: the pass of a row nest, with its accumulators `own`; None for the loop of a pointwise nest."""
         self.facts, self.plan, self.phase, self.own = facts, facts.plan, phase, own
         self.found: set[int] = set() if phase is None else {n for n in facts.kept if facts.passes.first(n) < phase}
         self.full = [s for s in self.plan.stores if s in facts.passes.full_stores and phase in (None, s.phase)]
@@ -81,7 +82,7 @@ class LaneLoop:
         twos = [n for n, step in steps.items() if step == expr(2)]
         self.second = {n for n in twos if facts.dtypes[self.plan.rows[n].attr[0]] in SECOND}
         plain = not (self.in_order or self.second or facts.kept)
-        self.pairs = used == {torch.bfloat16} and plain  # whose lanes are not in order
+        self.pairs = used == {torch.bfloat16} and plain  # bfloat16 pairs, whose lanes are not in order
         lone = self.masked or self.backward or self.dtypes == {torch.bfloat16}
         halves = torch.float16 in self.dtypes or (torch.bfloat16 in self.dtypes and lone)
         self.heavy = halves or any(map(self._rounds, self.rows)) or self._is_costly()
@@ -91,7 +92,7 @@ class LaneLoop:
             self.pairs = self.pairs and self.vectors % 2 == 0
 
     def fits(self, filled: bool = False) -> bool:
-        """Whether vectors pay, and there is one for every row, load and store.
+        """Whether vectors pay, and every row, load and store has a vector form.
 
         `filled`: many values are chosen by conditions that hold for the whole loop, or up to an edge.
         """
@@ -106,7 +107,7 @@ class LaneLoop:
         return all(map(self._store_fits, self.full, self.stored)) and all(map(self._row_fits, self.rows))
 
     def _is_plain_pass(self) -> bool:
-        """Whether a pass is in floats of one width, and no result of one that folds goes past the cache."""
+        """Whether a pass uses floats of one width, and if it reduces, stages no result."""
         facts = self.facts
         plain = all(a.dtype is self.float and not a.spec.index for a in self.own)
         staged = self.own and self.phase is not None and facts.streams_of(self.phase)
@@ -118,13 +119,14 @@ class LaneLoop:
         return plain and not staged and not outside
 
     def _is_costly(self) -> bool:
-        """Whether elementary functions decide the time, of which a vector's operations wait for each other."""
+        """Whether elementary functions dominate the time and are inlined; operations of one vector wait for each
+        other."""
         rows = [self.plan.rows[n] for n in self.rows]
         costly = [r for r in rows if row_cost(r) >= COSTLY]
         return bool(costly) and all(r.traits.inline for r in costly)
 
     def _is_ragged(self) -> bool:
-        """Whether rows in one piece end with a part of a vector, on a machine that takes it under a mask."""
+        """Whether rows that are not cut into segments end in a tail, which explicit vectors take under a mask."""
         facts = self.facts
         one_piece = not (self.in_order or facts.constant) and len(facts.kept_axes) > 1
         if facts.vector is None or not one_piece:
@@ -161,7 +163,7 @@ class LaneLoop:
         return (row.op == "to_dtype" and self.types is TYPES) or self._cell_dtype(row) is not None
 
     def _cell_dtype(self, row: Row) -> torch.dtype | None:
-        """The dtype of the cell of explicit vectors for a row; None if there is none."""
+        """The dtype of a row's explicit-vector cell; None if there is no cell."""
         kinds = [self.plan.rows[a].dtype for a in row.args[row.traits.typed :]]
         kind = kinds[0] if kinds else row.dtype
         if any(k is not kind for k in kinds):
@@ -169,7 +171,8 @@ class LaneLoop:
         return kind if has_lanes(row.op, kind) else None
 
     def emit(self, rows: Rows, flush: Callable[[], None] | None = None) -> None:
-        """The loop over `length` elements from `start` on. `flush` empties sums whose lanes have many terms."""
+        """The loop over `length` elements from `start` on; `flush`, if given, writes it up to `stop` and flushes the
+        sums."""
         out = rows.out
         for n in self.scalars:
             rows.declare(n)
@@ -221,7 +224,7 @@ class LaneLoop:
             flush()
 
     def _around(self, out: Builder, length: ir.Value) -> None:
-        """Vectors inside of all edges as long as there are any; before and behind, one at a time under masks."""
+        """Several vectors at a time between all edges; before and behind, single vectors under masks."""
         vectors = min(self.vectors, max(1, self.facts.along.hint // ALONE))
         low: ir.Value = ir.Number(0)
         high = length
@@ -246,7 +249,7 @@ class LaneLoop:
                 out.set(k, k + self.lanes)
 
     def row(self, rows: Rows) -> None:
-        """Vectors up to `stop`; at the last one what is left of a row, too."""
+        """Whole vectors up to `stop`; after the last one, the row's tail, too."""
         out = rows.out
         self._whole(rows, self.vectors, ir.Name("stop"))
         with out.block(ir.If(ir.Name("k").same("whole"))):
@@ -263,7 +266,7 @@ class LaneLoop:
             self._body(out, vectors, None)
 
     def _tail(self, rows: Rows) -> None:
-        """Single vectors, the last in part."""
+        """Single vectors; the last one is partial."""
         out = rows.out
         if self.vectors > 1:
             self._whole(rows, 1, ir.Name("most"))
@@ -277,7 +280,7 @@ class LaneLoop:
         return () if plain else row.args
 
     def _body(self, out: Builder, vectors: int, some: ir.Value | None, true: Container[int] = ()) -> None:
-        """All rows and stores of as many vectors; of one, if `some` names its lanes. Conditions in `true` hold."""
+        """All rows and stores of `vectors` vectors; with `some`, of one under that mask. Conditions in `true` hold."""
         for n in self.rows:
             for at, v in enumerate(self._values(n, vectors, some, true)):
                 out.let(self.types[self.plan.rows[n].dtype], f"t{n}_{at}", v)
@@ -288,7 +291,7 @@ class LaneLoop:
         for a in self.own:
             for at in range(vectors):
                 held, x = ir.Name(f"sum{a.number}_{at}"), self._name(a.reduce.row, at)
-                # What a masked load leaves out is 0 and may be added.
+                # Lanes off in a masked load are 0 and may be added.
                 if some is not None and not (a.spec.adds and a.reduce.row in self.loads):
                     x = ir.Select(ir.Name("here"), x, ir.Splat(self.float, a.identity))
                     out.let(self.types[self.float], f"x{a.number}", x)
@@ -301,7 +304,7 @@ class LaneLoop:
                     out.set(held, ir.Op("combine", a.reduce.kind, self.float, (held, x)))
 
     def open_sums(self, out: Builder, own: Sequence[Accumulator]) -> None:
-        """Vectors of accumulators at their identities."""
+        """Declare vectors of accumulators, set to their identities."""
         for a in own:
             for at in range(self.vectors):
                 out.var(self.types[self.float], f"sum{a.number}_{at}", ir.Splat(self.float, a.identity))
@@ -309,7 +312,7 @@ class LaneLoop:
                     out.var(self.types[self.float], f"nan{a.number}_{at}", ir.Splat(self.float, a.identity))
 
     def close_sums(self, out: Builder, own: Sequence[Accumulator], again: bool = False) -> None:
-        """Their lanes to the arrays that fold them; sums begin `again`."""
+        """Store the accumulators' vectors to the arrays that fold them; with `again`, reset them."""
         for a in own:
             for at in range(self.vectors):
                 held = ir.Name(f"sum{a.number}_{at}")
@@ -318,7 +321,7 @@ class LaneLoop:
                     out.set(held, ir.Splat(self.float, a.identity))
 
     def fold(self, out: Builder, a: Accumulator) -> None:
-        """Fold the lanes of an array; of an extreme, a NaN if there was one."""
+        """Fold the lanes of an array; an extreme becomes NaN if one was seen."""
         out.add(a.fold())
         if a.notes_nans:
             nans, best = [ir.Name(f"nan{a.number}_{at}") for at in range(self.vectors)], ir.Name(f"acc{a.number}")[0]
@@ -385,7 +388,7 @@ class LaneLoop:
 
 
 def _inside(rows: Sequence[Row], within: Sequence[int], edges: Container[int]) -> frozenset[int]:
-    """The conditions among the rows `within` that hold where all edges do; none without edges."""
+    """The conditions among the rows `within` that hold between all edges; empty without edges."""
     found: set[int] = set()
     for n in within:
         if n in edges or (rows[n].op == "logical_and" and all(a in found for a in rows[n].args)):

@@ -1,4 +1,4 @@
-"""Passes of row nests: a unit's row is taken by arrays of lanes, the last one in part."""
+"""Passes of row nests: a unit's row is taken by arrays of lanes; the last array is partial."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.scheduler.kernel_plan import Reduce
 
-MOST_VECTORS = 8  # that lanes take
+MOST_VECTORS = 8  # most vectors of a lane array
 
 
 def line(
     rows: Rows, own: Sequence[Accumulator], phase: int, bounds: tuple[ir.Value, ir.Value],
     fold: Callable[[Reduce], None], overlaps: bool,
 ) -> None:  # fmt: skip
-    """A pass along a row, from one index to another. `overlaps`: see `takes_some_twice`."""
+    """A pass along a row over [bounds[0], bounds[1]). `overlaps`: see `takes_some_twice`."""
     facts, out, v = rows.facts, rows.out, rows.facts.v
     if not facts.passes[phase].folds:
         with tiles(rows, phase, *bounds) as ends, out.block(rows.simd(v, *ends)):
@@ -46,7 +46,7 @@ def line(
 
 
 def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
-    """A pass in explicit vectors, from its accumulators' first values to the folded ones."""
+    """A pass in explicit vectors, from the identities of its accumulators to their folded values."""
     facts, out = rows.facts, rows.out
     mine, others = acc.flushing(lanes.own), [a for a in lanes.own if not a.flushes]
     around = [a for a in facts.reduced_axes if a is not facts.vector]
@@ -85,19 +85,19 @@ def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
 
 
 def takes_some_twice(facts: Facts, phase: int) -> bool:
-    """Whether the tail of a row is a full array of lanes that overlaps the one before it.
+    """Whether the tail of a row is a full array of lanes that overlaps the array before it.
 
-    Lanes that were taken before are left out; extremes may take them twice. A pass with stores does not overlap: it
-    may write what it reads.
+    Lanes that were taken before are skipped, except by idempotent reductions. A pass with stores does not overlap: it
+    may overwrite its input.
     """
     whole = facts.along.hint % facts.lanes == 0 or facts.along.hint < facts.lanes
     return not whole and not facts.passes[phase].stores
 
 
 def _unrolls(facts: Facts, own: Sequence[Accumulator], phase: int) -> bool:
-    """Whether the loop over lanes becomes one piece, which keeps accumulators of several registers in these.
+    """Whether the loop over lanes is fully unrolled, so accumulators of several registers stay in registers.
 
-    Where the lanes take four registers, g++ would load and store them in each turn: 1.8 times the time of a sum.
+    Where the lanes take four registers, g++ would load and store them in each iteration: 1.8 times the time of a sum.
     Costly rows do not gain from it.
     """
     if facts.checks_inside:
@@ -132,7 +132,7 @@ def _call_pass(
 def _call_tail(
     rows: Rows, mine: Sequence[Accumulator], phase: int, bounds: tuple[ir.Value, ir.Value], overlaps: bool
 ) -> None:  # fmt: skip
-    """Call the pass for the tail, whose sums are added to those of the row."""
+    """Call the pass for the tail; its sums are added to those of the row."""
     out, (low, high), lanes = rows.out, bounds, ir.Number(rows.facts.lanes)
     routine, p, last = f"pass{phase}", ir.Name(f"p{phase}"), ir.Name(f"last{phase}")
     sums = [a.lanes for a in mine]

@@ -1,4 +1,4 @@
-"""C++ for scatters and scans: nests whose inner axes run in order, one point after another.
+"""C++ for scatters and scans: nests whose inner axes run in order, one point after the other.
 
 Points that differ along kept axes write different elements, so units of kept axes run on any thread, and the vector
 axis runs over the lanes of a block. The other axes run in the plan's order, so the bits are always the same.
@@ -27,15 +27,16 @@ from fuser.scheduler.kernel_plan import Axis, Store
 
 
 def how_of(facts: Facts) -> str:
-    """The name of what an ordered nest does at each point."""
+    """The operation of an ordered nest: a name in the table of scans or scatters."""
     assert facts.plan.ordered is not None
     return facts.plan.ordered.how
 
 
 def _in_order(rows: Rows, put: Callable[[], None], before: Callable[[], None] | None = None) -> Function:
-    """The whole function: units, then loops in order, then perhaps lanes; `put` writes what happens at one point.
+    """The whole function: units, loops in order, then lanes if there is a vector axis; `put` writes the work of one
+    point.
 
-    `before` writes what a unit needs before its loops. Then lanes may read backwards, and float16 as float32.
+    `before` writes what a unit computes before its loops; with it, lanes may load backwards, and float16 as float32.
     """
     facts, out = rows.facts, rows.out
     digits, units = units_of(facts)
@@ -86,10 +87,10 @@ def _combine(rows: Rows) -> None:
 # -- scans ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Scan:
-    """A scan: each point stores what the values up to it make.
+    """A scan: each point stores the combination of the values up to it.
 
-    how, spec: its row of the table. value: the row whose values are scanned; dtype: of what goes on from point to
-    point. pair: the row of a value and its index, where indices are results.
+    how, spec: its row of the table. value: the row whose values are scanned; dtype: of the carry. pair: the row of a
+    value and its index, where indices are results.
     """
 
     facts: Facts
@@ -109,12 +110,12 @@ class Scan:
 
     @property
     def kind(self) -> str:
-        """The C++ type of what goes on."""
+        """The C++ type of the carry."""
         return CPP_TYPES[self.dtype]
 
     @property
     def value_dtype(self) -> torch.dtype:
-        """The dtype of the values."""
+        """The dtype of the scanned values."""
         return self.facts.plan.rows[self.value].dtype
 
     @property
@@ -125,20 +126,20 @@ class Scan:
 
     @functools.cached_property
     def identity(self) -> ir.Number:
-        """What a scan begins with."""
+        """The initial carry."""
         return ir.Number(self.spec.identity(self.dtype), self.dtype)
 
     def is_place(self, s: Store) -> bool:
-        """Whether a store is of the index of the extreme, and not of its value."""
+        """Whether a store is of the index of the extreme, not of its value."""
         return self.facts.plan.rows[s.row].op == "pair"
 
     def join(self, acc: ir.Value, x: ir.Value, dtype: torch.dtype | None = None) -> ir.Op:
-        """The next step of the scan; of an index scan, whether `x` is taken."""
+        """The next carry; for an index scan, whether `x` is taken."""
         return ir.Op("step", self.how, dtype or self.dtype, (acc, x))
 
 
 def scan(facts: Facts) -> Function:
-    """The function of a scan over points in the plan's order, perhaps of neighbours side by side in lanes."""
+    """The function of a scan in the plan's order; with a vector axis, neighbours are scanned side by side in lanes."""
     found = Scan.of(decided(facts))
     rows = opened(found.facts)
     return _in_order(rows, lambda: step(rows, found), lambda: _start(rows, found))
@@ -160,7 +161,8 @@ def _start(rows: Rows, scan: Scan) -> None:
 
 
 def step(rows: Rows, scan: Scan, stores: bool = True, given: bool = False) -> None:
-    """The next step of the scan, of `x` if that is `given`. Results are stored but where the last one is all."""
+    """The next step of the scan; `given`: `x` is already declared. Results are stored unless only the total is
+    wanted."""
     out, one, x = rows.out, rows.facts.vector is None, ir.Name("x")
     acc: ir.Value = ir.Name("acc") if one else ir.Name("accs")["l"]
     at: ir.Value = ir.Name("at") if one else ir.Name("ats")["l"]
@@ -178,7 +180,7 @@ def step(rows: Rows, scan: Scan, stores: bool = True, given: bool = False) -> No
         if s in rows.results:
             out.set(rows.results[s], ir.Convert(scan.dtype, torch.float32, acc))
             continue
-        # Storing rounds, so its conversion to a half need not.
+        # Storing rounds, so the conversion to a 16-bit float is skipped.
         dtype = rows.facts.dtypes[s.buffer]
         result = at if scan.is_place(s) else ir.Encode(dtype, ir.Convert(scan.dtype, compute_dtype(dtype), acc))
         out.set(ir.Name(s.buffer)[rows.index(s.address)], result)
@@ -190,10 +192,10 @@ def _here(rows: Rows, scan: Scan) -> ir.Value:
 
 
 def _take_extreme(rows: Rows, scan: Scan) -> None:
-    """A new extreme is rare: a branch costs less than a choice, for which the next one waits."""
+    """A new extreme is rare: a branch costs less than a select, which lengthens the dependence chain."""
     x, acc = ir.Name("x"), ir.Name("acc")
     better: ir.Value = ir.Unary("!", ir.Binary(_LOSES[scan.spec.extreme], x, acc))
-    if scan.dtype.is_floating_point:  # NaN stays but for another NaN
+    if scan.dtype.is_floating_point:  # NaN stays, except that a new NaN replaces it
         better = ir.Binary("&&", better, ir.Binary("||", acc.same(acc), x.differs(x)))
     with rows.out.block(ir.If(better, rare=True)):
         rows.out.set(acc, x)

@@ -1,9 +1,9 @@
-"""Products of many rows by a weight that was packed once: blocks of sums in registers, operands in the inner caches.
+"""Products of many rows with a weight that was packed once: sums in register blocks, operands in the inner caches.
 
-The packed weight is panels of as many columns as some registers have lanes. In a panel the elements of all columns at
-one place of the inner dim are neighbours; of bfloat16 at two places, since a lane takes pairs. A unit is a block of
-rows by some panels, whose parts along the inner dim stay in the second-level cache. Each turn of the inner loop reads
-a panel's registers once and a broadcast element of each row.
+The packed weight consists of panels of as many columns as some registers have lanes. In a panel, the elements of all
+columns at one index of the inner dim are contiguous; for bfloat16 at two indices, since a lane takes pairs. A unit is
+a block of rows by some panels, whose parts along the inner dim stay in the second-level cache. Each iteration of the
+inner loop reads a panel's registers once and a broadcast element of each row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fuser.cpu import toolchain
 from fuser.cpu.dots import DTYPES, PAIRS, Epilogue, Shape, shape_of
 
 _aten = torch.ops.aten
-EPILOGUES: dict[Epilogue, tuple[Any, dict[str, Any]]] = {  # operators, and what follows their tensor
+EPILOGUES: dict[Epilogue, tuple[Any, dict[str, Any]]] = {  # operators, and their arguments after the tensor
     ("gelu", "erf"): (_aten.gelu.default, {}),
     ("gelu", "tanh"): (_aten.gelu.default, {"approximate": "tanh"}),
     ("swish", ""): (_aten.silu.default, {}),
@@ -30,14 +30,14 @@ EPILOGUES: dict[Epilogue, tuple[Any, dict[str, Any]]] = {  # operators, and what
 
 
 def activated(epilogue: Epilogue, x: torch.Tensor) -> torch.Tensor:
-    """One of `EPILOGUES` of a tensor, by ATen."""
+    """An activation of `EPILOGUES` applied to a tensor on ATen."""
     operator, arguments = EPILOGUES[epilogue]
     made: torch.Tensor = operator(x, **arguments)
     return made
 
 
 def why_not(dtype: torch.dtype, inner: int) -> str | None:
-    """None if a kernel makes products of this dtype by packed weights here, else the reason."""
+    """None if a kernel here can compute products of this dtype with packed weights, else the reason."""
     machine = machines.find(config.isa)
     if dtype not in DTYPES or not machine.fma or dtype is torch.bfloat16 and not machine.bf16_dots:
         return f"{machine.name} has no products of {dtype}"
@@ -47,7 +47,7 @@ def why_not(dtype: torch.dtype, inner: int) -> str | None:
 
 
 def pack(w: torch.Tensor) -> torch.Tensor:
-    """The panels of a weight (columns, inner), one a row; zeros where no columns are left."""
+    """The panels of a weight (columns, inner), one in each row; the last one is padded with zeros."""
     (columns, inner) = w.shape
     width = shape_of(columns, machines.find(config.isa)).width
     words = w.clone(memory_format=torch.contiguous_format).view(torch.int32 if w.dtype.itemsize == 2 else w.dtype)
@@ -59,7 +59,7 @@ def pack(w: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(packed: torch.Tensor, columns: int, inner: int) -> torch.Tensor:
-    """The weight (columns, inner) of which `pack` made panels, for this machine or another."""
+    """The weight (columns, inner) of which `pack` made panels, on this machine or another."""
     width = packed.shape[1] // inner if inner else 1
     words = packed.view(torch.int32 if packed.dtype.itemsize == 2 else packed.dtype)
     made = words.view(packed.shape[0], -1, width).transpose(1, 2).reshape(packed.shape[0] * width, -1)
@@ -69,7 +69,8 @@ def unpacked(packed: torch.Tensor, columns: int, inner: int) -> torch.Tensor:
 def product(
     x: torch.Tensor, packed: torch.Tensor, columns: int, bias: torch.Tensor | None, epilogue: Epilogue | None = None
 ) -> torch.Tensor:
-    """`x @ w.T (+ bias)` of x (rows, inner) and the panels of w (columns, inner), then one of `EPILOGUES`."""
+    """`x @ w.T (+ bias)` for x (rows, inner) and the panels of w (columns, inner), then the activation, one of
+    `EPILOGUES`."""
     x = x if x.stride(1) == 1 else x.contiguous()
     given = () if bias is None else (bias.contiguous(),)
     made: torch.Tensor = _handle(x.dtype, columns, bias is not None, epilogue, config.isa)(columns, x, packed, *given)
@@ -80,7 +81,7 @@ def product(
 def _handle(
     dtype: torch.dtype, columns: int, bias: bool, epilogue: Epilogue | None, isa: str
 ) -> Callable[..., Any]:  # fmt: skip
-    """Looked up at each call. Numbers of columns with one shape of blocks have one handle."""
+    """The handle of a product, looked up at each call. Column counts with the same block shape share a handle."""
     return _handle_of(dtype, shape_of(columns, machines.find(isa)), bias, epilogue, isa)
 
 
@@ -88,7 +89,7 @@ def _handle(
 def _handle_of(
     dtype: torch.dtype, shape: Shape, bias: bool, epilogue: Epilogue | None, isa: str
 ) -> Callable[..., Any]:  # fmt: skip
-    from fuser.cpu import packed_cpp, routines  # what writes a kernel is loaded where one is asked for
+    from fuser.cpu import packed_cpp, routines  # modules that write kernels are imported only when one is needed
 
     routine = packed_cpp.routine(dtype, shape, bias, epilogue, machines.find(isa))
     return routines.handle_of(routine, functools.partial(_otherwise, epilogue))

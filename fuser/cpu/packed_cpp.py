@@ -1,4 +1,4 @@
-"""The C++ of products by packed weights, and the program that launches it. `packed.py` says what they are."""
+"""The C++ of products with packed weights, and the program that launches it; `packed.py` describes the algorithm."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchPr
 from fuser.machines import Machine
 from fuser.ops import cpp_cell, cpp_constant, cpp_lanes, cpp_load, cpp_store
 
-MOST_ROWS, PANELS = 128, 4  # of a unit
-PART_BYTES = 2048  # of a row, that a pass over a unit takes
+MOST_ROWS, PANELS = 128, 4  # most rows and panels of a unit
+PART_BYTES = 2048  # bytes of a row that one pass over a unit takes
 
 _LANES = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # names of loads and stores of vectors
 _PLAIN = """\
@@ -90,7 +90,7 @@ WHOLE
 
 
 def _lowered(epilogue: Epilogue, v: Value) -> Value:
-    """An activation of a value of a loop body."""
+    """The lowering of an activation, applied to a value of a loop body."""
     from fuser.lowering import activations
 
     by_name: dict[Epilogue, Callable[[Value], Value]] = {
@@ -132,7 +132,7 @@ def store_lanes(dtype: torch.dtype, to: str, value: str) -> str:
 
 
 def _epilogue(epilogue: Epilogue, machine: Machine) -> str:
-    """C++ of an activation's lowering, as a function of one float and, where there are vectors, as one of these."""
+    """C++ of an activation's lowering, as a function of one float and, where there are vectors, of one vector."""
     with recording() as recorder:
         result = _lowered(epilogue, recorder.add_row(Row("scalar", (), torch.float32, "x")))
 
@@ -154,7 +154,7 @@ def _epilogue(epilogue: Epilogue, machine: Machine) -> str:
 
 
 def panel(name: str, shape: Shape) -> str:
-    """C++ that adds some rows times a panel to their sums."""
+    """C++ that adds the products of some rows with a panel to their sums."""
     high, registers, lanes = shape.rows, shape.registers, shape.lanes
     cells = [(m, n) for m in range(high) for n in range(registers)]
     vector = "fuser_dot_f" if name == "f32" else "fuser_dot_u"
@@ -184,7 +184,7 @@ def panel(name: str, shape: Shape) -> str:
 
 
 def _program(dtype: torch.dtype, bias: bool, width: int, entry: str) -> LaunchProgram:
-    """Arguments (columns, x, packed, bias) to a new (rows, columns)."""
+    """The program: arguments (columns, x, packed, bias); it returns a new tensor (rows, columns)."""
     names = [Sym(n, STRIDE) for n in ("columns", "rows", "inner", "step")]
     slots = {name: n for n, name in enumerate(names)}
     columns, rows, inner, _ = map(expr, names)

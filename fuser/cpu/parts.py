@@ -1,8 +1,8 @@
-"""Rows that g++ does not vectorise, or not well, prepared before the loop.
+"""Rows that g++ does not vectorise, or not well, and that are prepared before the loop.
 
-- A load under a condition that all neighbours along the vector axis share: the loop reads memory, or a page of zeros.
-- A load that runs backwards, in a loop over elements of several widths: a piece of it is turned round before.
-- Random numbers of neighbours.
+- A load under a condition that is the same for all lanes: the loop reads memory, or a page of zeros.
+- A load that runs backwards, in a loop over elements of several widths: a piece of it is reversed before.
+- Random numbers of neighbouring indices.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from fuser.cpu.rows import LoopRange, Place, Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import ONE, coefficient, expr
 
-FEWEST_HELD = 2  # conditions, from which a loop is written without them, too
+FEWEST_HELD = 2  # conditions from which a second loop is written for the case that all hold
 SHORTEST_DRAWN = 16  # elements of the vector axis: a call draws 32 numbers at a time
-MOST_DRAWN = 6  # rows of numbers of a pass, which are in the first-level cache with what it reads
-LONGEST = 1024  # elements of a loop: of as many is the page of zeros
+MOST_DRAWN = 6  # most rows of numbers of a pass; they share the first-level cache with its inputs
+LONGEST = 1024  # most elements of a loop, and the length of the page of zeros
 ZEROS = f"""\
 static const u64 fuser_zeros[{LONGEST}] __attribute__((aligned(64))) = {{}};
 """
 
 
 def prepared(rows: Rows, phase: int, loop: LoopRange) -> dict[int, Place]:
-    """Write what comes before a loop of a pass; returns where the loop finds such rows."""
+    """Write what precedes a loop of a pass; returns where the loop finds the prepared rows."""
     facts, out, found = rows.facts, rows.out, _draw(rows, phase, loop)
     if facts.checked:
         return {}
@@ -47,7 +47,8 @@ def prepared(rows: Rows, phase: int, loop: LoopRange) -> dict[int, Place]:
 
 
 def conditions(facts: Facts, phase: int) -> tuple[ir.Name, ...]:
-    """The conditions of such loads, where there are several, as in a window: most often they all hold."""
+    """The lane-invariant conditions of a pass's loads, if there are several, as in a window: most often they all
+    hold."""
     if facts.checked:
         return ()
     found = dict.fromkeys(facts.plan.rows[n].args[0] for n in facts.rows_of(phase) if _hangs_together(facts, n))
@@ -56,7 +57,7 @@ def conditions(facts: Facts, phase: int) -> tuple[ir.Name, ...]:
 
 
 def is_part(facts: Facts, n: int) -> bool:
-    """Whether row `n` is such a load."""
+    """Whether row `n` is a load that is prepared before the loop."""
     return not facts.checked and (_hangs_together(facts, n) or _runs_back(facts, n))
 
 
@@ -81,7 +82,8 @@ def _runs_back(facts: Facts, n: int) -> bool:
 
 
 def open_part(rows: Rows, n: int, start: str) -> None:
-    """What the masked load `n` reads from `start` on: memory, or where its condition does not hold a page of zeros."""
+    """Declare the source of the masked load `n` from `start` on: memory, or a page of zeros where its condition is
+    false."""
     row = rows.plan.rows[n]
     memory = ir.Cast("const void*", rows.address_from(start, row.attr[0], row.attr[1][0]))
     source = ir.Select(rows.ref(row.args[0]), memory, ir.Name("fuser_zeros"))
@@ -91,7 +93,7 @@ def open_part(rows: Rows, n: int, start: str) -> None:
 
 # -- random numbers ---------------------------------------------------------------------------------------------------
 def drawn_rows(facts: Facts, phase: int) -> list[int]:
-    """Rows of random numbers whose places follow each other along the vector axis."""
+    """Rows of random numbers whose indices are consecutive along the vector axis."""
     if facts.checked or facts.vector is None or facts.vector.hint < SHORTEST_DRAWN:
         return []
     found = [n for n in facts.rows_of(phase) if _is_drawn(facts, n)]
@@ -110,7 +112,7 @@ def _is_drawn(facts: Facts, n: int) -> bool:
 
 
 def _draw(rows: Rows, phase: int, loop: LoopRange) -> dict[int, Place]:
-    """A block of four words is computed once for four elements."""
+    """Draw the random numbers before the loop: four words are computed at once for four elements."""
     facts, found = rows.facts, dict[int, Place]()
     for n in drawn_rows(facts, phase):
         row = facts.plan.rows[n]

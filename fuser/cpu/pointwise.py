@@ -30,16 +30,16 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import Axis
 from fuser.scheduler.nodes import row_cost
 
-HOIST_COST = 4  # operations from which a row is computed before the loops
-LEAST_TURNS, MOST_HOISTED = 8, 4  # fewest iterations of these loops; most hoisted rows, each a block on the stack
+HOIST_COST = 4  # operations from which a row is hoisted out of the loops
+LEAST_TURNS, MOST_HOISTED = 8, 4  # fewest iterations of these loops; most hoisted rows, each an array on the stack
 BLOCK = 4096  # elements of the vector axis in one unit of a pointwise nest
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How the innermost loop is written: its segments, and its explicit vectors if any, beside the plain loop.
+    """How the innermost loop is written: its segments, and explicit vectors if any, beside the plain loop.
 
-    `plain`: how the plain loop is written where vectors go over all in one piece, and it goes over segments.
+    `plain`: the choice for the plain loop, if vectors take the whole loop and the plain loop is cut into segments.
     """
 
     facts: Facts
@@ -49,7 +49,7 @@ class Choice:
 
 
 def chosen(facts: Facts) -> Choice:
-    """All decisions about a pointwise nest."""
+    """The choice for a pointwise nest, with all its decisions in the facts."""
     flat = going_round(facts)
     if flat is not None:
         return Choice(flat)
@@ -86,7 +86,7 @@ def chosen(facts: Facts) -> Choice:
 
 
 def _hoisted(facts: Facts, outer: Sequence[Axis]) -> tuple[int, ...]:
-    """Costly rows that vary along the vector axis alone: computed once for a block, not in every iteration."""
+    """Costly rows that vary along the vector axis alone: they are computed once for a block, not in every iteration."""
     if facts.vector is None or math.prod(a.hint for a in outer) < LEAST_TURNS:
         return ()
     alone = {n for n, along in enumerate(facts.plan.varies) if along == {facts.vector.sym}}
@@ -136,7 +136,7 @@ def _block_length(rows: Rows) -> Expr:
 
 
 def _tables(rows: Rows, block: Expr) -> Expr:
-    """Declare where hoisted rows are: arrays, or where rows go round pointers into scratch memory, of so many bytes."""
+    """Declare the arrays of hoisted rows; those of periodic rows are in scratch memory, whose bytes it returns."""
     facts, each = rows.facts, block * 8 + 64
     for k, n in enumerate(facts.hoisted):
         if facts.around is None:
@@ -149,9 +149,9 @@ def _tables(rows: Rows, block: Expr) -> Expr:
 
 
 def _compute_hoisted(rows: Rows) -> dict[int, Place]:
-    """Compute the hoisted rows of a block, if the last unit had another one; returns where they are.
+    """Compute the hoisted rows of a block, unless the last unit had the same block; returns where they are.
 
-    Where rows go round, one table serves all blocks.
+    The tables of periodic rows (`rounds.py`) serve all blocks.
     """
     facts, out = rows.facts, rows.out
     if not facts.hoisted:
@@ -175,7 +175,7 @@ def _compute_hoisted(rows: Rows) -> dict[int, Place]:
 
 @contextmanager
 def _each_row_of_tiles(rows: Rows, tiled: Axis) -> Iterator[None]:
-    """Tiles of what is read transposed, and the loop over their rows."""
+    """Fill the tiles of transposed reads, then loop over their rows."""
     open_range(rows, "r", ir.Name("band") * TILE_ROWS, TILE_ROWS, f"n_{tiled.sym.name}")
     fill_tiles(rows)
     with rows.out.block(ir.For(tiled.sym.name, ir.Name("r0"), ir.Name("r1"))):
@@ -198,7 +198,7 @@ def _segment_loop(rows: Rows, choice: Choice, low: ir.Like, high: ir.Like) -> No
 
 
 def _loop(rows: Rows, choice: Choice, low: ir.Like, high: ir.Like) -> None:
-    """The loop in explicit vectors, if there is one, and the plain one for other machines."""
+    """The loop in explicit vectors, if there is one, and the plain loop for other machines."""
     out, vectors = rows.out, choice.vectors
     if vectors is not None:
         with out.block(ir.Only(vectors.macro)), out.block(ir.Plain()):
@@ -213,7 +213,7 @@ def _loop(rows: Rows, choice: Choice, low: ir.Like, high: ir.Like) -> None:
             return
         every = dict.fromkeys(parts.conditions(rows.facts, 0), True)
         usual = choice.segments.usual if choice.segments is not None else every
-        if usual:  # g++ vectorises a loop whose conditions are no matter, and makes no jumps of them
+        if usual:  # g++ vectorises a loop with constant conditions; it would not jump out of one over them
             tests = [c if holds else c.same(0) for c, holds in usual.items()]
             with out.block(ir.If(functools.reduce(operator.and_, tests))):
                 for c, holds in usual.items():

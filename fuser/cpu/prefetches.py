@@ -1,4 +1,4 @@
-"""Which memory to ask for ahead of its use, where the hardware does not foresee it."""
+"""Prefetches of memory that the hardware does not predict."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fuser.ir.sizes import LOOP, ONE, Expr, Sym, coefficient, expr, substitute, 
 from fuser.scheduler.kernel_plan import Axis, address_rows
 
 ROWS_AHEAD = 8  # distance of prefetches, in rows of a tile or of a block of columns
-PIECE = 4096  # elements of a piece of a row up to which the next piece is asked for
+PIECE = 4096  # elements of a row's piece up to which the next piece is prefetched
 
 
 def _line(facts: Facts) -> dict[Sym, Expr]:
-    """Element `q` of a line along the lanes' axis."""
+    """The substitution for element `q` of a contiguous run along the lanes' axis."""
     return {facts.along.sym: symbol("v0", LOOP) + symbol("q", LOOP)}
 
 
@@ -33,9 +33,9 @@ def prefetch_rows(rows: Rows, tiled: Axis) -> None:
 
 
 def prefetch_later(rows: Rows, phase: int) -> None:
-    """Ask for memory during the costliest pass: what later passes write, and what the next unit will read first.
+    """Prefetch during the costliest pass: the lines that later passes write, and those that the next unit reads first.
 
-    Memory would be idle between the passes over a row in the cache.
+    The memory would be idle between the passes over a row in the cache.
     """
     facts = rows.facts
     if facts.checked or not facts.machine.prefetches or facts.plan.split or phase != facts.costliest_pass:
@@ -58,9 +58,9 @@ def prefetch_later(rows: Rows, phase: int) -> None:
 
 
 def _next_pieces(facts: Facts) -> list[tuple[str, Expr, int]]:
-    """Where a row is short pieces that are far apart, such as a channel's planes: the piece after each load's.
+    """If a row consists of short pieces that are far apart, such as a channel's planes: the next piece of each load.
 
-    The hardware foresees lines of one piece, and not where the next one begins.
+    The hardware predicts the lines of one piece, but not where the next one begins.
     """
     outer = [a for a in facts.reduced_axes if a is not facts.vector]
     if not outer or facts.along.hint > PIECE:
@@ -73,7 +73,7 @@ def _next_pieces(facts: Facts) -> list[tuple[str, Expr, int]]:
 
 
 def _reads_on(facts: Facts, loops: Sequence[Axis]) -> bool:
-    """Whether a block holds whole rows that follow each other in memory, which the hardware foresees."""
+    """Whether a block holds whole rows that are contiguous in memory, which the hardware predicts."""
     if facts.passes.loops > 1 or facts.along.hint > facts.lanes:
         return False
     a, rows = loops[-1].sym, facts.passes[0].inner
@@ -81,15 +81,15 @@ def _reads_on(facts: Facts, loops: Sequence[Axis]) -> bool:
 
 
 def prefetches_columns(facts: Facts, phase: int, loops: Sequence[Axis]) -> bool:
-    """Whether a pass over columns asks for memory: the only one, or the costliest of the later ones."""
+    """Whether a pass over columns prefetches: the only pass, or the costliest of the later ones."""
     wanted = facts.machine.prefetches and bool(loops) and not _reads_on(facts, loops)
     return wanted and phase == (0 if facts.passes.loops == 1 else max(1, facts.costliest_pass))
 
 
 def prefetch_columns(rows: Rows, phase: int, loops: Sequence[Axis]) -> None:
-    """Prefetch what is read next. Rows of a block are far apart, so the hardware does not.
+    """Prefetch the next columns' data. Rows of a block are far apart, so the hardware does not predict them.
 
-    Where there is one pass, that is some rows ahead; otherwise the next block, during the costliest later pass.
+    With one pass, that is some rows ahead; otherwise the next block, during the costliest later pass.
     """
     facts = rows.facts
     if not prefetches_columns(facts, phase, loops):
@@ -108,7 +108,7 @@ def prefetch_columns(rows: Rows, phase: int, loops: Sequence[Axis]) -> None:
 
 
 def look_ahead(rows: Rows, phase: int) -> list[str]:
-    """Pointers to the rows that tensors of indices name for the next unit; the buffer of each."""
+    """Declare pointers to the rows that index tensors select for the next unit; returns the buffer of each."""
     facts, out, ahead = rows.facts, rows.out, list[str]()
     if facts.checked or not facts.machine.prefetches or facts.plan.split or len(facts.kept_axes) != 1:
         return []

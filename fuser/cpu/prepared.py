@@ -1,4 +1,4 @@
-"""What is around an inner loop: tiles of large results, parts of masked loads, float16 as float32, random numbers."""
+"""Preparations around an inner loop: tiles of large results, masked loads, float16 as float32, random numbers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from fuser.cpu.rows import LoopRange, Rows
 from fuser.cpu.streams import staged
 from fuser.cpu.vir import nodes as ir
 
-Range = tuple[ir.Like, ir.Like]  # from where to where
-TILE = 1024  # elements of a loop whose results may be staged in the first level cache
+Range = tuple[ir.Like, ir.Like]  # first index, and the one after the last
+TILE = 1024  # elements of a loop whose results may be staged in the first-level cache
 
 
 @contextmanager
 def prepared(rows: Rows, phase: int, loop: LoopRange, vectors: bool = False, narrow: bool = True) -> Iterator[None]:
-    """Around a loop of a pass. `vectors`: it is written in explicit vectors, too, which read memory themselves.
+    """Around a loop of a pass: prepare its inputs and store its results. `vectors`: the loop is in explicit vectors,
+    which access memory themselves.
 
     `narrow`: see `pieces`.
     """
@@ -32,7 +33,7 @@ def prepared(rows: Rows, phase: int, loop: LoopRange, vectors: bool = False, nar
 
 @contextmanager
 def tiles(rows: Rows, phase: int, low: ir.Like, high: ir.Like, vectors: bool = False) -> Iterator[Range]:
-    """Around a loop over the lanes' axis: from where to where it goes. Where something is prepared, that is a tile."""
+    """Around a loop over the lanes' axis: its range. Where something is prepared, the loop runs tile by tile."""
     facts, v, w0, w1 = rows.facts, ir.Name(rows.facts.v), ir.Name("w0"), ir.Name("w1")
     wanted = not vectors and (has_halves(facts, phase) or parts.drawn_rows(facts, phase))
     if not wanted and not facts.streams_of(phase):

@@ -1,9 +1,9 @@
-"""Quotients by constants: a product and its rest, which round as the division does.
+"""Quotients by constants as a product and its remainder, which round as the division does.
 
-With h + l = 1 / c to 47 bits, x * h + x * l in one rounding is x / c rounded, unless x / c lies within 2^-46 of its own
-size of the middle between two floats (Brisebarre, Muller, Raina: Accelerating correctly rounded floating-point
-division when the divisor is known in advance, IEEE TC 2004). Such x are few for a constant, and each is tried here.
-h is 1 / c rounded towards 0: then both products have one sign, so infinities and zeros come out as they should.
+With h + l = 1 / c to 47 bits, x * h + x * l in one rounding is x / c rounded, unless x / c is within a relative
+distance of 2^-46 of the midpoint of two floats (Brisebarre, Muller, Raina: Accelerating correctly rounded
+floating-point division when the divisor is known in advance, IEEE TC 2004). For a constant there are few such x, and
+each is tried here. h is 1 / c rounded towards 0: then both products have one sign, so infinities and zeros are right.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from fractions import Fraction
 
 BITS = 24  # of a float32's significand
-NEAREST = 16  # units of 2^-48 of the quotient from a middle, within which it is tried
+NEAREST = 16  # units of 2^-48 of the quotient from a midpoint, within which x is tried
 LEAST, MOST = 2.0**-100, 2.0**100  # of constants
 
 
 def _rounded(value: Fraction, how: Callable[[Fraction], int] = round) -> Fraction:
-    """A normal number with the bits of a float32, by default the nearest one, halves to even."""
+    """A normal number rounded to a float32's bits, by default to nearest even."""
     two = type(value)(2)
     exponent = math.frexp(float(abs(value)))[1] - BITS
     if abs(value) < two ** (exponent + BITS - 1):
@@ -33,10 +33,11 @@ def _rounded(value: Fraction, how: Callable[[Fraction], int] = round) -> Fractio
 
 @functools.lru_cache(maxsize=256)
 def factors(divisor: float) -> tuple[float, float] | None:
-    """The factors (h, l) for a constant, rounded to float32; None where a division is better or rounds otherwise."""
+    """The factors (h, l) for a divisor, rounded to float32; None if a division is better or the results would
+    differ."""
     if not LEAST <= abs(divisor) <= MOST:
         return None
-    from fractions import Fraction  # with decimals 5 ms, and few kernels divide by constants
+    from fractions import Fraction  # it imports decimal, 5 ms, and few kernels divide by constants
 
     c = _rounded(Fraction(divisor))
     h = _rounded(1 / c, math.trunc)
@@ -48,7 +49,7 @@ def factors(divisor: float) -> tuple[float, float] | None:
 
 
 def _tried(c: Fraction) -> list[int]:
-    """The significands x whose quotients by `c` are close to a middle of two floats: 2^s x - (2m + 1) c = d."""
+    """The significands x whose quotients by `c` are close to the midpoint of two floats: 2^s x - (2m + 1) c = d."""
     own = int(math.frexp(abs(float(c)))[0] * 2**BITS)
     even = own & -own
     odd, found = own // even, set[int]()

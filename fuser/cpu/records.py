@@ -24,12 +24,12 @@ class Function:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The function's name."""
         return self.code.name
 
     @functools.cached_property
     def printed(self) -> Text:
-        """Its C++."""
+        """The function's C++."""
         return printed(self.code)
 
 
@@ -52,10 +52,10 @@ class Generated:
 
 @dataclass(frozen=True)
 class Bindings:
-    """Where a function finds its arguments: pointers by buffer, int64 slots by symbol, float64 slots by scalar.
+    """Indices of a function's arguments: pointers by buffer, int64 slots by symbol, float64 slots by scalar.
 
-    `machine` is the row of the machine that runs them.
-    `counts` has the elements of memory that each buffer spans, where functions check their offsets (`checked.py`).
+    `machine` is the row of the machine that runs the function. `counts`, if offsets are checked (`checked.py`), has
+    the number of elements that each buffer spans.
     """
 
     pointers: dict[str, int]

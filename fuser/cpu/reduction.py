@@ -28,24 +28,24 @@ from fuser.ops import CPP_TYPES, REDUCTIONS
 from fuser.scheduler.kernel_plan import Axis, Reduce
 from fuser.scheduler.nodes import row_cost
 
-Bounds = dict[Sym, tuple[ir.Value, ir.Value]]  # of reduced axes that a pass takes in part: from where to where
+Bounds = dict[Sym, tuple[ir.Value, ir.Value]]  # the ranges of reduced axes that a pass takes only in part
 Total = Callable[[Reduce], tuple[torch.dtype, ir.Value]]  # the dtype and the value of a finished reduction
 KEEP_COST = 8  # operations from which a value is kept for a later pass rather than computed again
 KEEP_BYTES = 1 << 19  # most row-buffer bytes of one unit in the example
 LONG_ROW = 128  # elements of a row from which accumulators take several registers
-LONG_BYTES = 128  # of an accumulator of a long row: on all machines, so that sums are as exact on each
-MOST_PLACES = 64  # lanes that keep an index, too
-SUMS_BYTES = 24 << 10  # of the accumulators of a column nest's block, which stay in the first level cache
+LONG_BYTES = 128  # of an accumulator of a long row; the same on all machines, so sums are equally exact
+MOST_PLACES = 64  # most lanes that keep an index, too
+SUMS_BYTES = 24 << 10  # of the accumulators of a column nest's block, which stay in the first-level cache
 
 
 # -- decisions --------------------------------------------------------------------------------------------------------
 def decided(facts: Facts) -> Facts:
-    """`facts` of a reducing or ordered nest, with its lanes."""
+    """The facts of a reducing or ordered nest, with its number of lanes."""
     return replace(facts, lanes=_lanes_of_rows(facts) if facts.is_row else _lanes_of_columns(facts))
 
 
 def _lanes_of_rows(facts: Facts) -> int:
-    """Lanes of a row nest fill one register of loaded elements, or a few registers of accumulators."""
+    """The lanes of a row nest: one register of loaded elements, or a few registers of accumulators."""
     loads = [r.attr[0] for n, r in enumerate(facts.plan.rows) if r.op == "load" and facts.is_full(n)]
     machine, hint = facts.machine, facts.along.hint
     room = machine.registers * machine.vector_bytes // 4
@@ -67,15 +67,15 @@ def _lanes_of_columns(facts: Facts) -> int:
         return whole or 1
     if not facts.is_column:
         return 64 if facts.vector.hint >= 64 else 16
-    # Later passes find the block of the first in cache.
+    # Later passes find the first pass's block in cache.
     most = 256 if facts.passes.loops == 1 or facts.plan.split else 128
     return next((n for n in (256, 128) if n <= min(most, facts.vector.hint)), 64)
 
 
 def _whole_rows(facts: Facts) -> int:
-    """The lanes of a column nest in chunks that takes whole rows, or the longest pieces whose sums stay in cache.
+    """The lanes of a split column nest that takes whole rows, if their sums stay in cache; else 0.
 
-    Rows that are read from end to end lie side by side, which the hardware foresees: 0.7 of the time.
+    Whole rows are contiguous, which the hardware predicts: it takes 0.7 of the time.
     """
     if not facts.plan.split or facts.vector is None or facts.passes.loops > 1:
         return 0
@@ -103,7 +103,7 @@ def kept_rows(facts: Facts) -> tuple[int, ...]:
 
 
 def _pays(facts: Facts, n: int) -> bool:
-    """Whether to keep a row rather than to compute it again."""
+    """Whether it pays to keep a row rather than to recompute it."""
     if facts.plan.rows[n].op in ("load", "indirect", "pair"):
         return _is_scattered(facts, n)
     behind = [facts.plan.rows[m] for m in facts.passes.closure([n])]
@@ -139,7 +139,7 @@ def whole(facts: Facts) -> Function:
 
 
 def whole_pass(rows: Rows, reducing: Reducing, phase: int) -> None:
-    """A pass over a unit, and what follows from it."""
+    """A pass over a unit, the fold, and the rows and stores after it."""
     reducing.run(phase)
     reducing.fold(phase)
     results(rows, phase, reducing.total)
@@ -170,7 +170,7 @@ def _in_batches(rows: Rows, digits: Digits) -> Expr:
 
 
 def row_buffers(rows: Rows) -> Expr:
-    """Pointers to the row buffers in scratch memory; returns the bytes of all."""
+    """Declare pointers to the row buffers in scratch memory; returns their total bytes."""
     facts = rows.facts
     each = product(a.size for a in facts.reduced_axes) * (facts.lanes if facts.is_column else 1) * 8 + 64
     for k, n in enumerate(facts.kept):
@@ -203,28 +203,28 @@ class Reducing:
         self.accumulators = acc.accumulators(rows.facts)
         self.counts = False  # whether the counter of sums is declared
         self.folded: set[int] = set()  # passes whose accumulators are folded already
-        self.overlaps = False  # whether the last lanes of a row of this pass were taken before in part
+        self.overlaps = False  # whether the tail of this pass's rows overlaps lanes that were already taken
 
     def own(self, phase: int) -> list[Accumulator]:
         """The accumulators of a pass."""
         return [a for a in self.accumulators if a.reduce.phase == phase and not a.shares]
 
     def total(self, r: Reduce) -> tuple[torch.dtype, ir.Value]:
-        """The dtype and the value of a finished reduction."""
+        """The dtype and the value of a finished reduction; of an index reduction, the index."""
         a, lane = self.accumulators[r.number], "l" if self.facts.is_column else 0
         if a.spec.index:
             return torch.int32, ir.Name(f"at{r.number}")[lane]
         return a.total_dtype, a.total(lane)
 
     def accumulate(self, r: Reduce) -> None:
-        """Fold the current value of a reduction into its lane."""
+        """Combine the current value of a reduction into its lane."""
         a = self.accumulators[r.number]
         if not a.shares:
             values = self.facts.plan.rows[r.row].args if a.spec.index else (r.row,)
             acc.accumulate(self.out, a, [self.rows.ref(n) for n in values], self.overlaps)
 
     def run(self, phase: int, bounds: Bounds | None = None) -> None:
-        """One pass over the reduced axes (or the part of them that `bounds` gives)."""
+        """One pass over the reduced axes, or over the part of them in `bounds`."""
         facts, described, bounds = self.facts, self.facts.passes[phase], bounds or {}
         self.rows.outside(described.before)
         if not described.roots:
@@ -245,7 +245,7 @@ class Reducing:
                     self._fold(own, low)
 
     def _vectors(self, phase: int, own: Sequence[Accumulator]) -> LaneLoop | None:
-        """The pass in explicit vectors, if it can be written so."""
+        """The pass in explicit vectors; None if it cannot be written so."""
         if not self.facts.is_row:
             return None
         found = LaneLoop(self.facts, phase, own)
@@ -277,7 +277,7 @@ class Reducing:
         flush(self.out, own, facts.is_column)
 
     def fold(self, phase: int, low: ir.Like = 0) -> None:
-        """In a row nest, fold the lanes of each accumulator. `low` is where the pass began."""
+        """Fold the lanes of each accumulator of a row nest. `low` is the first index of the pass."""
         if phase not in self.folded:
             self._fold(self.own(phase), ir.value(low))
 

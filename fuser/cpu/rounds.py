@@ -1,7 +1,7 @@
-"""Pointwise nests over rows of a few elements that meet vectors of as many: lanes run over many rows at once.
+"""Pointwise nests over rows of a few elements with operands broadcast along rows: lanes run over many rows at once.
 
-`x[n, 3] * w[3]` is a loop along all of `x`, in which `w` goes round. What varies along the short rows alone is computed
-into a table for a whole number of rows, which every block of the loop reads from its start.
+`x[n, 3] * w[3]` is a loop along all of `x`, in which `w` is periodic. Rows of the plan that vary along the short axis
+alone are computed into a table for a whole number of rows, which every block of the loop reads from its start.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, address_rows
 from fuser.scheduler.plan import FEW, phases_of
 
-LONGEST = 64  # elements of a row, from which loops along the row itself fill vectors
-WHOLE = 32  # the same for rows of whole vectors
-FEWEST = 16  # rows that are worth a table
-TABLE = 512  # elements of a table, about: so few are computed fast, and stay in the first-level cache
-MOST = 4  # tables
+LONGEST = 64  # elements of a row; longer rows fill vectors by themselves
+WHOLE = 32  # the same for rows that are a whole number of vectors
+FEWEST = 16  # fewest rows that are worth a table
+TABLE = 512  # elements of a table, about: it is computed quickly and stays in the first-level cache
+MOST = 4  # most tables
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two axes of which the outer one steps over whole rows of the inner one."""
+    """Two axes; a step of the outer one moves by one whole row of the inner one."""
 
     outer: Axis
     inner: Axis
 
     def joins(self, e: Expr) -> bool:
-        """Whether an address runs along both as along one axis."""
+        """Whether an address runs along both axes as along one."""
         outer, inner = coefficient(e, self.outer.sym), coefficient(e, self.inner.sym)
         return outer is not None and inner is not None and outer != ZERO and outer == inner * self.inner.size
 
     def goes_round(self, e: Expr) -> bool:
-        """Whether an address varies along the inner axis at most."""
+        """Whether an address does not vary along the outer axis, so it is periodic."""
         return self.outer.sym not in symbols(e)
 
 
 def going_round(facts: Facts) -> Facts | None:
-    """The facts of a nest whose short rows are one long row, with its tables as hoisted rows; None if it has none."""
+    """The facts of a nest whose short rows are taken as one, its tables as hoisted rows; None if the nest has no such
+    rows."""
     plan = facts.plan
     if facts.checked or plan.ordered is not None or plan.reductions:
         return None
@@ -63,9 +64,9 @@ def _pairs(plan: KernelPlan, lanes: int) -> Iterable[_Pair]:
 
 
 def _is_nearest(address: Expr, axis: Axis, axes: Iterable[Axis]) -> bool:
-    """Whether results follow each other along the axis, but for axes of a few elements, which plans are bound to.
+    """Whether results are contiguous along the axis, except for axes of a few elements, whose sizes plans fix.
 
-    Along the channels of images lanes would be planes apart.
+    Along the channels of images, lanes would be a plane apart.
     """
     steps = {a.sym: c.as_int() for a in axes if (c := coefficient(address, a.sym)) is not None and c != ZERO}
     own = steps.get(axis.sym)
@@ -74,10 +75,10 @@ def _is_nearest(address: Expr, axis: Axis, axes: Iterable[Axis]) -> bool:
 
 
 def _tables(plan: KernelPlan, pair: _Pair) -> tuple[int, ...]:
-    """The rows to be tables: those that vary along the inner axis alone, and that others need.
+    """The rows that become tables: those that vary along the inner axis alone and that other rows need.
 
-    None if a row varies along the two axes in another way, or if a table would hold conditions: where these are
-    comparisons of an index, they are masks of lanes, or cut a row into segments.
+    Empty if a row varies along the two axes in another way, or if a table would hold conditions: comparisons of an
+    index are better masks of lanes, or cuts between segments.
     """
     both, alone = {pair.outer.sym, pair.inner.sym}, {pair.inner.sym}
     if not plan.stores or not all(pair.joins(s.address) and both <= plan.varies[s.row] for s in plan.stores):
@@ -99,7 +100,7 @@ def _tables(plan: KernelPlan, pair: _Pair) -> tuple[int, ...]:
 
 
 def _flat(plan: KernelPlan, pair: _Pair) -> KernelPlan:
-    """The plan with one axis in place of two, along which lanes run."""
+    """The plan with one axis in place of the pair; lanes run along it."""
     flat = Sym(f"a{len(plan.axes) + max(int(a.sym.name[1:]) for a in plan.axes)}", pair.inner.sym.kind)
     along = {pair.outer.sym: ZERO, pair.inner.sym: expr(flat)}
     around = {pair.inner.sym: mod(expr(flat), pair.inner.size)}

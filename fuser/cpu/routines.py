@@ -1,7 +1,7 @@
-"""Kernels that no plan describes: C++ of a module's own, launched like a group's kernel.
+"""Kernels without a plan: a module's own C++, launched like a group's kernel.
 
-A routine is a text with one entry and the program that launches it. Its handle is compiled when it is first asked for;
-calls that the program does not take go to `otherwise`.
+A routine is C++ with one entry and the program that launches it. Its handle is compiled when it is first requested;
+calls that the program does not accept go to `otherwise`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from fuser.runtime import launcher
 
 @dataclass(frozen=True)
 class Routine:
-    """The C++ of helpers and entry, without the typedefs and helpers of the op table, and how it is launched."""
+    """The C++ of helpers and entry, without the typedefs and helpers of the op table, and the program that launches
+    it."""
 
     text: str
     program: LaunchProgram
@@ -34,7 +35,7 @@ class Routine:
 
 
 def handle_of(routine: Routine, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """A launcher's handle of a routine. Where no library of it can be made, it only calls `otherwise`."""
+    """A launcher's handle of a routine; if its library cannot be made, the handle always calls `otherwise`."""
 
     def slow(args: tuple[Any, ...], status: int) -> Any:
         return otherwise(*args)

@@ -1,4 +1,4 @@
-"""Writes the rows of one function: their values, where each of them is, stores, and what is around loops."""
+"""Writes the rows of one function: their values, where each value is kept, stores, and loops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ZEROS = ("0.0", "0", "False")
 
 @dataclass(frozen=True)
 class Place:
-    """Where loops find a row that they need not compute: its value, or the element as memory has it, if `stored`."""
+    """The value that loops use for a row instead of computing it; `stored`: it is still encoded as in memory."""
 
     value: ir.Value
     stored: bool = False
@@ -30,7 +30,8 @@ class Place:
 
 @dataclass(frozen=True)
 class LoopRange:
-    """A loop over `count` elements, at most `length`, from the variable `start` on; `at` is its current index."""
+    """A loop over `count` elements, at most `length`, from the variable `start` on; `at` is its index, starting at
+    0."""
 
     start: str
     at: ir.Value
@@ -39,10 +40,10 @@ class LoopRange:
 
 
 class Rows:
-    """Statements of one function for the rows of a plan.
+    """Writes the statements of one function for the rows of a plan.
 
-    made: rows outside the loops that have been computed; arrays: those of them with a value for each lane.
-    places: rows that loops find somewhere; results: where they leave what is not stored to memory straight away.
+    made: rows already computed outside the loops; arrays: those of them with a value for each lane. places: rows that
+    loops read from a prepared place; results: buffers for results that are not stored to memory directly.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -56,7 +57,7 @@ class Rows:
 
     @contextmanager
     def found(self, places: Mapping[int, Place], results: Mapping[Store, ir.At] | None = None) -> Iterator[None]:
-        """Inside, loops find rows at `places`, and leave results at `results`."""
+        """Inside, loops read rows at `places` and write results to `results`."""
         before = self.places, self.results
         self.places, self.results = {**self.places, **places}, {**self.results, **(results or {})}
         yield
@@ -64,7 +65,7 @@ class Rows:
 
     @contextmanager
     def of(self, facts: Facts) -> Iterator[None]:
-        """Inside, rows are written by `facts`, which differ in what is constant in a segment."""
+        """Inside, rows are written with `facts`, which differ in the rows that are constant in a segment."""
         before = self.facts, self.made
         self.facts, self.made = facts, self.made | facts.constant
         yield
@@ -72,11 +73,11 @@ class Rows:
 
     # -- values --------------------------------------------------------------------------------------------------------
     def ref(self, n: int) -> ir.Value:
-        """A row's value where it is used."""
+        """A row's value at its use."""
         return ir.Name(f"t{n}")["l"] if n in self.arrays else self.facts.scalar(n)
 
     def index(self, e: Expr, of: str = "place") -> ir.Value:
-        """An index expression, lane arrays subscripted; `of`: see `cpp_expr`."""
+        """An index expression; computed indices in lane arrays are subscripted. `of`: see `cpp_expr`."""
         return ir.Offset(e, of, self.scope)
 
     def address(self, buffer: str, e: Expr) -> ir.Value:
@@ -84,11 +85,11 @@ class Rows:
         return ir.Address(ir.Name(buffer), self.index(e))
 
     def index_from(self, start: str, e: Expr, of: str = "place") -> ir.Value:
-        """An index expression at the first element of a loop along lanes, which begins at the variable `start`."""
+        """An index expression at the first element of a loop along lanes, whose index there is the variable `start`."""
         return self.index(substitute(e, {self.facts.along.sym: symbol(start, LOOP)}), of)
 
     def address_from(self, start: str, buffer: str, e: Expr, tile: str = "") -> ir.Value:
-        """A pointer to that element of a buffer."""
+        """A pointer to the element of a buffer at that index."""
         return ir.Address(ir.Name(buffer), self.index_from(start, e), tile)
 
     def element(self, n: int) -> ir.Value:
@@ -100,7 +101,7 @@ class Rows:
         return ir.Name(buffer)[at]
 
     def decoded(self, n: int, element: ir.Value) -> ir.Value:
-        """What the load `n` makes of an element."""
+        """The value of the load `n`, given the element."""
         return element if n in self.facts.moved else ir.Decode(self.facts.dtypes[self.plan.rows[n].attr[0]], element)
 
     def value(self, n: int) -> ir.Value:
@@ -145,12 +146,14 @@ class Rows:
         return ir.Select(args[0], loaded, zero) if args else loaded
 
     def _is_zero_already(self, row: Row) -> bool:
-        """Whether a select of a masked load and 0 has the load's own mask: the load is 0 there already."""
+        """Whether `row` selects between a masked load and 0 by the load's own mask: the masked load is 0 there
+        already."""
         load, other = (self.plan.rows[a] for a in row.args[1:])
         return load.op == "load" and load.args == row.args[:1] and other.op == "const" and other.attr in _ZEROS
 
     def _drops_fraction(self, row: Row) -> bool:
-        """Whether a number may lose its fraction by integers: g++ 12 takes that for `trunc`, which keeps -0.0."""
+        """Whether g++ 12 may turn this conversion of an integer into `trunc`, which keeps -0.0: its source was a
+        float."""
         if not row.dtype.is_floating_point or self.plan.rows[row.args[0]].dtype.is_floating_point:
             return False
         pending, seen = [row.args[0]], set[int]()
@@ -167,7 +170,7 @@ class Rows:
 
     def _bits(self, n: int, dtype: torch.dtype) -> ir.Value:
         row = self.plan.rows[n]
-        if row.op != "const" or row.dtype is torch.bool:  # a number; or a condition
+        if row.op != "const" or row.dtype is torch.bool:  # a number, not a condition
             return self.ref(n)
         return ir.Cast("u16", ir.Number(bits_of(float(row.attr), dtype)))
 
@@ -184,7 +187,8 @@ class Rows:
             self.out.let(self.facts.kind(n), f"t{n}", value)
 
     def _wrapped(self, n: int, row: Row) -> ir.Value:
-        """An index that a tensor holds: negative ones count from the end, those outside become 0 and are reported."""
+        """Declare an index from a tensor: negative ones count from the end; out-of-bounds ones become 0 and are
+        reported."""
         size, checked = row.attr
         source, zero = self.ref(row.args[0]), ir.Cast("i64", ir.Number(0))
         bound, wrapped, outside = ir.Cast("i64", self.index(size, "floor")), ir.Name(f"w{n}"), ir.Name(f"o{n}")
@@ -196,11 +200,11 @@ class Rows:
         return ir.Select(outside, zero, wrapped)
 
     def target(self, s: Store) -> ir.At:
-        """Where a store goes."""
+        """The destination of a store."""
         return ir.At(ir.Name(s.buffer), self.index(s.address), self.facts.tile_of(s))
 
     def store(self, s: Store) -> None:
-        """The statement of a store."""
+        """Write the statement of a store."""
         facts, moved = self.facts, s.row in self.facts.moved
         dtype, n = facts.dtypes[s.buffer], s.row if moved else facts.unrounded(s)
         if s in self.results:
@@ -210,7 +214,7 @@ class Rows:
         self.out.set(self.target(s), value)
 
     def inner(self, phase: int, fold: Callable[[Reduce], None] | None = None) -> None:
-        """The body of the innermost loops of a pass: rows, row buffers, stores, and `fold` for each reduction."""
+        """Write the body of a pass's innermost loops: rows, row buffers, stores, and `fold` for each reduction."""
         facts, described = self.facts, self.facts.passes[phase]
         first = {n: facts.passes.first(n) for n in facts.kept}
         with self.found({n: Place(self.kept(n)) for n in facts.kept if first[n] < phase}):
@@ -225,21 +229,22 @@ class Rows:
                 fold(r)
 
     def kept(self, n: int) -> ir.At:
-        """The current point in a row buffer."""
+        """The current element of a row buffer."""
         e, facts = expr(0), self.facts
         for a in facts.reduced_axes:
             e = e * symbol(f"n_{a.sym.name}") + expr(a.sym)
         return ir.Name(f"kept{facts.kept.index(n)}")[size(e) if facts.is_row else size(e) * facts.lanes + "l"]
 
     def constants(self) -> None:
-        """Rows that vary along no axis."""
+        """Declare the rows that vary along no axis."""
         for n, row in enumerate(self.plan.rows):
             if not self.plan.varies[n] and row.op != "reduced" and self.plan.phases[n] == 0:
                 self.made.add(n)
                 self.declare(n)
 
     def outside(self, rows: Iterable[int]) -> None:
-        """Rows outside the innermost loops, if not there yet: scalars of the unit, lane arrays of a column nest."""
+        """Declare rows outside the innermost loops, if not declared yet: scalars of the unit, lane arrays of a column
+        nest."""
         lanes = []
         for n in rows:
             if n in self.made:
@@ -252,7 +257,7 @@ class Rows:
         self._lane_rows(lanes)
 
     def _lane_rows(self, rows: Sequence[int]) -> None:
-        """Rows with a value for each lane, all in one loop: the compiler takes its time over every loop."""
+        """Compute rows with a value for each lane in one loop: the compiler's time grows with the number of loops."""
         for n in rows:
             self.array(n)
         if rows:
@@ -261,12 +266,12 @@ class Rows:
                     self.declare(n, ir.Name(f"t{n}")["l"])
 
     def array(self, n: int) -> None:
-        """Declare the array of lanes that row `n` is."""
+        """Declare the lane array of row `n`."""
         self.out.scratch(CPP_TYPES[self.plan.rows[n].dtype], f"t{n}", self.facts.lanes)
         self.arrays.add(n)
 
     def after(self, phase: int) -> None:
-        """Stores outside the innermost loops."""
+        """Write a pass's stores outside the innermost loops."""
         stores = self.facts.passes[phase].after
         if not stores:
             return
@@ -276,29 +281,29 @@ class Rows:
                 self.store(s)
 
     def in_scratch(self, kind: str, name: str, at: ir.Value) -> None:
-        """A pointer to the function's own memory, so many bytes from its begin."""
+        """Declare a pointer into the function's scratch memory, `at` bytes from its start."""
         self.out.add(ir.Pointer(kind, name, ir.Name("scratch") + at, False))
 
     # -- loops ---------------------------------------------------------------------------------------------------------
     def simd(self, name: str, low: ir.Like, high: ir.Like) -> ir.For:
-        """A vectorised loop. It names a reduction only if it has one: a needless one costs more than a short row."""
+        """A vectorised loop. It names a reduction clause only if needed: one costs more than a short row."""
         joins = "|:bad" if self.facts.checks_inside else ""
         return ir.For(name, ir.value(low), ir.value(high), simd=True, joins=joins)
 
     def block(self) -> LoopRange:
-        """The loop over the lanes of a block, as `lanes` writes it."""
+        """The loop over a block's lanes, as `lanes` writes it."""
         return LoopRange("v0", ir.Name("l"), self.facts.lanes, ir.Name("count"))
 
     @contextmanager
     def lanes(self, count: ir.Like = "count") -> Iterator[None]:
-        """A loop over the lanes of a column nest's block, or as many."""
+        """A loop over the lanes of a column nest's block, or over `count` of them."""
         with self.out.block(self.simd("l", 0, count)):
             self.out.let("i64", self.facts.v, ir.Name("v0") + "l")
             yield
 
     @contextmanager
     def lanes_or_unit(self) -> Iterator[None]:
-        """Such a loop in a column nest; in others nothing."""
+        """A loop over lanes in a column nest; no loop in others."""
         if not self.facts.is_column:
             yield
             return
@@ -306,14 +311,14 @@ class Rows:
             yield
 
     def prefetch(self, buffer: str, address: ir.Value, count: ir.Like, *how: int) -> ir.Block:
-        """A loop that asks for each line of `count` elements of a buffer; of element `q`, that is at `address`."""
+        """A loop that prefetches each cache line of `count` elements of a buffer; `address` is that of element `q`."""
         step = max(1, self.facts.machine.line_bytes // self.facts.dtypes[buffer].itemsize)
         head = ir.For("q", ir.Number(0), ir.value(count), ir.Number(step))
         return ir.Block(head, (ir.Prefetch(address, how),))
 
 
 def _names(arrays: set[int]) -> Callable[[int], ir.Value]:
-    """The value of a computed index. It holds on to no more than the set, for as long as the function's code lives."""
+    """The function that gives a computed index's value. It references only the set, which lives as long as the code."""
     return lambda n: ir.Name(f"t{n}")["l"] if n in arrays else ir.Name(f"t{n}")
 
 

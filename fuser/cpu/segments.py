@@ -1,8 +1,8 @@
-"""Segments of a loop in which its conditions are constant, so that masked loads read whole vectors.
+"""Segments of a loop in which conditions are constant, so that masked loads read whole vectors.
 
 Joins, pads and rolls compare the index along the vector axis with sizes. The loop is cut at these sizes, and each
-condition is computed once for a segment. A load whose condition does not hold reads a page of zeros instead.
-Windows of pools do so with steps: g++ vectorises a load of every second element, but not under a condition.
+condition is computed once for a segment. A load whose condition is false reads a page of zeros instead. Pooling
+windows do so with strided loads: g++ vectorises a load of every second element, but not under a condition.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from fuser.ir.sizes import ZERO, Expr, evaluate, expr, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import OPS
 
-SHORTEST = 8  # elements of a vector axis that is worth it
-SHORTEST_OF_STEPS, MOST_STEP = 16, 4  # the same where loads under conditions take steps; and how far these may go
+SHORTEST = 8  # fewest elements of the vector axis
+SHORTEST_OF_STEPS, MOST_STEP = 16, 4  # the same for strided loads under conditions; their largest stride
 MOST_CUTS = 6
-MOST_CUTS_AROUND = 24  # of a loop with many values chosen by conditions; g++ vectorises loads under masks without cuts
-# Values other than 0 that loads have where a condition of a segment does not hold. g++ writes a loop for each of a few
-# such conditions; of more it vectorises none. A load under a mask costs less than what a short segment begins with.
+MOST_CUTS_AROUND = 24  # of a loop with many selects by conditions; g++ vectorises masked loads without cuts
+# Selects of values other than 0 by conditions of a segment. g++ makes a loop for each combination of a few such
+# conditions, and vectorises none for more. A masked load costs less than the overhead of a short segment.
 MANY_FILLS, FEW_FILLS = 4, 2
 MANY_LOADS = 4
-MANY_CONDITIONS = 4  # of values and loads, from which a loop is written without them, too
-SHORT_OF_FILLS, SHORT_OF_LOADS = 80, 40  # elements of a vector axis that stays whole then
+MANY_CONDITIONS = 4  # of selects and loads, from which a second loop is written for their usual values
+SHORT_OF_FILLS, SHORT_OF_LOADS = 80, 40  # elements of a vector axis up to which such a loop is not cut
 FARTHEST = 1 << 60
-_AFTER = {"<": 0, ">=": 0, "<=": 1, ">": 1}  # where a comparison with an index on the left changes, after its bound
-_PYTHON: dict[str, Callable[..., Any]] = {  # of signs
+_AFTER = {"<": 0, ">=": 0, "<=": 1, ">": 1}  # with the index on the left: from the bound to where it changes
+_PYTHON: dict[str, Callable[..., Any]] = {  # by sign
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "&": operator.and_, "|": operator.or_,
     "!": operator.not_,
 }  # fmt: skip
@@ -44,10 +44,11 @@ _SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 @dataclass(frozen=True)
 class Segments:
-    """Rows that are constant in a segment, in order; the indices between segments; loads under such conditions.
+    """Rows that are constant in a segment, in order; the indices at which segments are cut; loads under such
+    conditions.
 
-    places: where the loop finds these loads. usual: conditions, and what they are in most of the loop. The loop is
-    written for these once more: g++ vectorises no loads with steps under conditions, and no loop with many conditions.
+    places: where the loop finds these loads. usual: conditions, and their values in most of the loop. A second loop is
+    written for these values: g++ vectorises no strided loads under conditions, and no loop with many conditions.
     """
 
     rows: tuple[int, ...]
@@ -87,16 +88,16 @@ def find_segments(facts: Facts) -> Segments | None:
 
 
 def _choosing(facts: Facts) -> set[int]:
-    """The conditions in the loop that choose between two values of which neither is a constant."""
+    """The conditions in the loop that select between two values of which neither is a constant."""
     rows = facts.plan.rows
     found = [r for n, r in enumerate(rows) if r.op == "where" and facts.is_full(n)]
     return {r.args[0] for r in found if all(rows[a].op != "const" for a in r.args[1:])}
 
 
 def _usual(facts: Facts, constant: Sequence[int]) -> dict[int, bool]:
-    """The conditions among the rows that are `constant` in a segment, if they are many, as in the middle of the loop.
+    """The values of segment-constant conditions in the middle of the loop, if there are many such conditions.
 
-    The sizes are those of the example; what depends on others is left out.
+    The example's sizes are used; conditions that depend on other sizes are left out.
     """
     rows = facts.plan.rows
     deciding = {r.args[0] for n, r in enumerate(rows) if r.op in ("load", "where") and r.args and facts.is_full(n)}
@@ -106,7 +107,7 @@ def _usual(facts: Facts, constant: Sequence[int]) -> dict[int, bool]:
 
 
 def _in_the_middle(facts: Facts) -> dict[int, int]:
-    """What indices, and comparisons of them, are in the middle of all loops, in the sizes of the example."""
+    """The values of indices and their comparisons in the middle of all loops, for the example's sizes."""
     places = {a.sym: a.hint // 2 for a in facts.plan.axes}
     places |= {s: a.hint for a in facts.plan.axes if (s := a.size.as_symbol()) is not None}
     known: dict[int, int] = {}
@@ -131,22 +132,22 @@ def _constant_rows(facts: Facts, edges: Container[int]) -> list[int]:
 
 
 def _is_constant(facts: Facts, row: Row, rows: Sequence[int]) -> bool:
-    """Whether what varies along the loop by its arguments alone does not where those of `rows` do not."""
+    """Whether a row that varies along the loop only through its arguments is constant where the rows `rows` are."""
     if not row.args or not all(a in rows or not facts.is_full(a) for a in row.args):
         return False
-    if row.op == "load":  # of one element, on one side of an edge
+    if row.op == "load":  # of one element; the load is constant between edges
         return facts.step(row.attr[1][0]) == ZERO
     return row.op in OPS and row.traits.draw is None
 
 
 def _part(facts: Facts, n: int) -> ir.Value:
-    """What a load reads in a segment."""
+    """The value of a load in a segment, from its part."""
     at, step = ir.Name(facts.v) - "from", _step(facts, facts.plan.rows[n].attr[1][0])
     return ir.Name(f"part{n}")[at if step == 1 else ir.Number(step) * at]
 
 
 def _step(facts: Facts, address: Expr) -> int:
-    """How far apart neighbours are, if it is a known number of at most MOST_STEP elements; else 0."""
+    """The stride of an address along the lanes' axis, if it is a known number from 1 to MOST_STEP; else 0."""
     found = facts.step(address)
     step = found.as_int() if found is not None else None
     return step if step is not None and 1 <= step <= MOST_STEP else 0
@@ -159,13 +160,14 @@ def _reads_a_part(facts: Facts, row: Row, known: Set[int], most: int) -> bool:
 
 
 def find_edges(facts: Facts, most: int = 1) -> dict[int, tuple[bool, ir.Value]]:
-    """The rows that are such comparisons, of indices with steps of at most `most`, each with its edge."""
+    """The rows that compare an index of stride at most `most` with a loop-invariant value, each with its edge."""
     full = (n for n in range(len(facts.plan.rows)) if facts.vector is not None and facts.is_full(n))
     return {n: e for n in full if (e := find_edge(facts, facts.plan.rows[n], most)) is not None}
 
 
 def find_edge(facts: Facts, row: Row, most: int = 1) -> tuple[bool, ir.Value] | None:
-    """Where a comparison of an index changes along the vector axis: (whether it holds before, the index); else None."""
+    """The edge of a comparison of an index along the vector axis, (whether it holds before, the index); None if there
+    is none."""
     sign = row.traits.sign
     if sign not in _AFTER:
         return None
@@ -184,7 +186,7 @@ def find_edge(facts: Facts, row: Row, most: int = 1) -> tuple[bool, ir.Value] | 
 
 
 def _bound(facts: Facts, n: int) -> ir.Value:
-    """What an index is compared with, clamped to a bound beyond all indices: sums with it do not overflow."""
+    """The bound of a comparison, clamped to a value beyond all indices so that sums with it do not overflow."""
     row = facts.plan.rows[n]
     if row.op == "index":
         return facts.scalar(n)
@@ -195,7 +197,7 @@ def _bound(facts: Facts, n: int) -> ir.Value:
 
 
 def has_fills(facts: Facts) -> bool:
-    """Whether so many values depend on conditions outside of the loop, or up to an edge, that explicit vectors are
+    """Whether so many selects depend on conditions outside the loop, or up to an edge, that explicit vectors are
     faster."""
     held = {*_constant_rows(facts, find_edges(facts, MOST_STEP))}
     found = {r.args[0] for n, r in enumerate(facts.plan.rows) if facts.is_full(n) and _fills(facts, r, held)}
@@ -210,7 +212,7 @@ def _fills(facts: Facts, row: Row, held: Set[int]) -> bool:
 
 
 def stays_whole(facts: Facts, segments: Segments | None, filled: bool) -> bool:
-    """Whether the loop is rather written in one piece, with masks for what segments would keep apart.
+    """Whether the loop is better not cut into segments, but written with masks.
 
     `filled`: what `has_fills` says.
     """
@@ -227,7 +229,7 @@ def stays_whole(facts: Facts, segments: Segments | None, filled: bool) -> bool:
 
 @contextmanager
 def each_segment(rows: Rows, segments: Segments, low: ir.Like, high: ir.Like) -> Iterator[None]:
-    """The loop over the segments from `low` to `high`; in it, `from` and `to` are where one begins and ends."""
+    """The loop over the segments of [low, high); inside it, `from` and `to` bound a segment."""
     facts, plan = rows.facts, rows.plan
     with rows.out.block(ir.Segments(ir.value(low), ir.value(high), segments.longest, segments.cuts)):
         rows.out.let("i64", facts.v, "from")

@@ -1,7 +1,7 @@
-"""Functions of one source that are equal up to the arguments they take: one body for all of them.
+"""Functions of one source that are equal up to their arguments share one body.
 
-A chain of equal layers makes the same function again and again, with other pointers, sizes and factors. The compiler
-sees its body once; each function calls it with what it would have taken itself.
+A chain of equal layers generates the same function repeatedly, with other pointers, sizes and factors. The compiler
+sees the body once; each function calls it with its own arguments.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from fuser.cpu.vir.rewrite import walk
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import OPS, atom, cpp_constant
 
-LEAST = 1000  # characters of a function that pay for a call
+LEAST = 1000  # characters of a function, from which sharing pays for the call
 _LINEAR = ("+", "-", "*")
 
 
 @dataclass(frozen=True)
 class _Form:
-    """A function's text without what it takes; and that: names, arguments in the order of first use, constants."""
+    """A function's text with placeholders, and what they stand for: names, arguments in the order of first use,
+    constants."""
 
     text: str
     names: dict[str, str]
@@ -33,7 +34,7 @@ class _Form:
     constants: dict[int, str]
 
     def taken(self, kind: str) -> list[str]:
-        """The arguments of one kind."""
+        """The arguments of one kind, as C++."""
         return [f"{slot.kind}[{slot.at}]" for slot in self.slots if slot.kind == kind]
 
 
@@ -58,9 +59,10 @@ def _form_of(function: Function) -> _Form:
 
 
 def _constant(s: ir.Let) -> str | None:
-    """A factor or a summand: the same operation of a number that is known and of one that is not. None if it is none.
+    """The constant factor or summand in `s`, whose operation is the same for a known number and a variable; else None.
 
-    A number in all lanes counts, too: functions that do something else with it differ in the code of their tail.
+    A number broadcast to all lanes counts, too: functions that use it differently also differ in the code of their
+    tail.
     """
     v = s.value
     number: ir.Value | None
@@ -76,13 +78,13 @@ def _constant(s: ir.Let) -> str | None:
 
 
 def _outline(function: Function) -> tuple[object, ...]:
-    """What is equal of functions whose forms are, found at once."""
+    """A cheap key: functions with equal forms have equal keys."""
     return (function.printed.text.count("\n"), *map(type, function.code.body))
 
 
 def shared(functions: Sequence[Function]) -> list[list[Text]]:
-    """The texts of `functions`; those of one list belong into one source, since they share a body."""
-    # Checked functions have data of their own.
+    """The texts of `functions`, in lists; functions of one list share a body, so they belong in one source."""
+    # Checked functions have static data of their own.
     long = [f for f in functions if not f.code.checked and len(f.printed.text) >= LEAST]
     alike = Counter(map(_outline, long))
     forms = {id(f): _form_of(f) for f in long if alike[_outline(f)] > 1}
@@ -93,7 +95,7 @@ def shared(functions: Sequence[Function]) -> list[list[Text]]:
 
 
 def _texts(group: Sequence[tuple[Function, _Form]]) -> list[Text]:
-    """One body, and a call of it for each function."""
+    """The shared body, and a caller of it for each function."""
     first, form = group[0]
     columns = list(zip(*(other.constants.values() for _, other in group), strict=True))
     varying = [n for n, column in enumerate(columns) if len(set(column)) > 1]
@@ -110,7 +112,7 @@ def _texts(group: Sequence[tuple[Function, _Form]]) -> list[Text]:
 
 
 def _caller(function: Function, body: str, form: _Form, varying: Iterable[int]) -> Text:
-    """The function that calls a body with what it takes itself."""
+    """The function that calls the shared body with its own arguments."""
     values = list(form.constants.values())
     scalars = [*form.taken("f"), *(f"(double){values[n]}" for n in varying)]
     pointers, slots, floats = (", ".join(t) or "0" for t in (form.taken("ptrs"), form.taken("s"), scalars))

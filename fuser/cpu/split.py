@@ -1,4 +1,4 @@
-"""Split reductions, where few results need much work.
+"""Split reductions: few results that each need much work.
 
 Chunks write partial results, a second function combines them, again in a fixed order. Chunks depend on sizes alone, so
 any number of threads gives the same bits.
@@ -22,11 +22,11 @@ from fuser.ir.sizes import Expr, expr, floordiv, minimum, product, symbol
 from fuser.ops import CPP_TYPES
 
 CHUNK, COLUMN_CHUNK, MOST_CHUNKS = 4096, 32, 64
-COMBINED = 64  # columns of a block whose partial results are combined: more blocks for many threads
+COMBINED = 64  # columns of a block whose partial results are combined; small, so many threads get blocks
 
 
 def split(facts: Facts) -> Generated:
-    """Two functions: chunks write partial results; the second combines them and goes on."""
+    """Two functions: one writes the chunks' partial results; the second combines them and runs the remaining passes."""
     axis = facts.reduced_axes[0]
     least = CHUNK if axis is facts.vector else COLUMN_CHUNK if len(facts.reduced_axes) == 1 else 1
     chunks = minimum(floordiv(axis.size + (least - 1), expr(least)), MOST_CHUNKS)
@@ -47,7 +47,7 @@ def _combined(facts: Facts) -> list[Accumulator]:
 
 
 def _partial_at(facts: Facts, chunk: ir.Value) -> ir.Value:
-    """The index of a partial result. The results of one chunk are contiguous."""
+    """The index of a partial result. The partial results of one chunk are contiguous."""
     results, at = product(symbol(f"n_{a.sym.name}") for a in facts.kept_axes), expr(0)
     for a in facts.kept_axes:
         at = at * symbol(f"n_{a.sym.name}") + expr(a.sym)
@@ -55,7 +55,7 @@ def _partial_at(facts: Facts, chunk: ir.Value) -> ir.Value:
 
 
 def _array(facts: Facts, a: Accumulator, kind: str) -> ir.Name:
-    """The partial values "p" of an accumulator, or their indices "i"."""
+    """The array of an accumulator's partial values ("p") or of their indices ("i")."""
     return ir.Name(f"{facts.name}_{kind}{a.number}")
 
 
@@ -84,7 +84,7 @@ def _store_partials(rows: Rows, reducing: Reducing) -> None:
 
 
 def combine_function(facts: Facts, chunks: Expr) -> Function:
-    """Combines the partial results of all chunks, and goes on with the results."""
+    """The function that combines the partial results of all chunks and runs the remaining passes."""
     if facts.is_column:
         facts = replace(facts, lanes=min(facts.lanes, COMBINED))
     rows = opened(facts, "_combine")
@@ -100,7 +100,8 @@ def combine_function(facts: Facts, chunks: Expr) -> Function:
         results(rows, 0, Reducing(rows).total)
         for phase in range(1, len(facts.passes)):
             rows.after(phase)
-    # What other threads wrote is far away, and the region is open: more threads cost nothing.
+    # Partial results of other threads are in remote caches, and the parallel region is open: more threads cost
+    # nothing.
     work = product(a.size for a in facts.kept_axes) * chunks * (8 * len(found))
     return closed(rows, units, work, suffix="_combine")
 
@@ -118,7 +119,7 @@ def _declare(rows: Rows, found: Sequence[Accumulator]) -> None:
 
 
 def _for_each_result(rows: Rows, found: Sequence[Accumulator], at: ir.Value | None) -> None:
-    """Join the partial results `at` to those of the unit; without it, these begin at identities."""
+    """Combine the partial results at index `at` into those of the unit; without `at`, set these to identities."""
     facts, out = rows.facts, rows.out
     with rows.lanes_or_unit() if facts.is_column else out.block(ir.Plain()):
         if not facts.is_column:

@@ -1,8 +1,9 @@
-"""Large results are written past the cache in whole lines. No line is read first, which saves a third of the traffic.
+"""Large results are stored with non-temporal stores of whole lines, which saves reading the lines: a third of the
+traffic.
 
-A piece of each result is computed into a tile in the first level cache and written from there. Whether it pays is
-known at run time alone: `stream` in the function says so, and else the loops write to memory as usual. Rows have to
-begin at halves of lines: else each load of the tile needs two stores before it, for which it waits.
+A piece of each result is computed into a tile in the first-level cache and copied from there. Whether it pays is known
+only at run time: the variable `stream` of the function says so; otherwise loops store to memory as usual. Rows have to
+start at multiples of half a line: else each load from the tile spans two earlier stores and stalls.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import product, symbol
 from fuser.machines import Machine
 
-STREAM_BYTES = 24 << 20  # results of a kernel from which they are written past the cache
+STREAM_BYTES = 24 << 20  # results of a kernel from which non-temporal stores are used
 
-# Whole lines written past the cache need not be read first. Lines that are shared with neighbours are written as usual.
-# The loop is in assembler: g++ takes 7 of 36 ms for it in C++, in almost every kernel. A sanitizer would not see it.
+# Whole lines stored past the cache need not be read first. Lines shared with neighbours are stored as usual. The loop
+# is in assembler, because g++ takes 7 of 36 ms for it in C++, in almost every kernel; a sanitizer does not see its
+# accesses.
 _STREAM_HELPER = """\
 typedef float fuser_line __attribute__((vector_size(WIDTH)));
 static inline void fuser_stream(void* to, const void* from, i64 bytes) {
@@ -40,7 +42,7 @@ static inline void fuser_stream(void* to, const void* from, i64 bytes) {
 }
 static inline void fuser_stream_end() { __asm__ volatile("sfence" : : : "memory"); }
 """
-# Less than a line, %rcx bytes. `rep movsb` takes 60 cycles to begin, also for none.
+# Less than a line, %rcx bytes. `rep movsb` takes 60 cycles to start, even for none.
 _FEW = (
     "3: sub $8, %%rcx; jl 4f; movsq; jmp 3b; 4: test $4, %%cl; jz 5f; movsl; 5: test $2, %%cl; jz 6f; movsw;"
     " 6: test $1, %%cl; jz 7f; movsb; 7:"
@@ -48,7 +50,7 @@ _FEW = (
 
 
 def stream_helper(uses: Set[str], machine: Machine) -> str:
-    """What a nest with `streams` calls."""
+    """C++ of the function that copies tiles, if it is used."""
     if "fuser_stream" not in uses:
         return ""
     store, span, width = machine.past_cache, machine.line_bytes, machine.vector_bytes
@@ -59,9 +61,9 @@ def stream_helper(uses: Set[str], machine: Machine) -> str:
 
 
 def may_stream(rows: Rows) -> None:
-    """In a function's head: declare `stream`, whether its results are that large, and their rows begin at such places.
+    """Declare `stream` in a function's head: whether its results are large, and their rows start at half lines.
 
-    A result of one row begins where its memory does.
+    The result of a single row needs no such alignment.
     """
     facts = rows.facts
     widths = [facts.dtypes[s.buffer].itemsize for s in facts.streams]
@@ -74,7 +76,7 @@ def may_stream(rows: Rows) -> None:
 
 
 def staged(rows: Rows, phase: int, loop: LoopRange) -> AbstractContextManager[None]:
-    """Around a loop of a pass: its large results may go through tiles."""
+    """Around a loop of a pass: mark its large results as ones that may go through tiles."""
     facts, results = rows.facts, []
     for s in facts.streams_of(phase):
         dtype, memory = facts.dtypes[s.buffer], rows.address_from(loop.start, s.buffer, s.address)

@@ -18,7 +18,7 @@ HIDDEN_HELPER = """\
 static inline __attribute__((always_inline)) i64 hidden(i64 n) { __asm__("" : "+r"(n)); return n; }
 """
 # Offsets are below 2**52, so a quotient of doubles truncates to the right integer or to the one above it. Division of
-# doubles and truncation vectorise; division of integers and floor do not.
+# doubles and truncation vectorise; integer division and floor do not.
 PLACE_HELPERS = """\
 static inline i64 place_div(i64 a, i64 b) {
   const i64 d = b ? b : 1, q = (i64)((double)a / (double)d);
@@ -29,7 +29,7 @@ static inline i64 place_mod(i64 a, i64 b) { return a - place_div(a, b) * b; }
 
 
 def cpp_name(s: Sym) -> str:
-    """The C++ variable of a symbol; an indirect one is the row that computes it."""
+    """The C++ variable of a symbol; for a computed index, that of the row that computes it."""
     return f"t{s.name[1:]}" if s.kind == INDIRECT else s.name
 
 
@@ -37,7 +37,8 @@ def cpp_expr(
     e: Expr, name: Callable[[Sym], str] = cpp_name, of: str = "floor", extents: Extents = NO_LOOPS,
     uses: set[str] | None = None,
 ) -> str:  # fmt: skip
-    """An integer expression inside the loops `extents`; `of` is "place" for an offset, whose terms are below 2**52.
+    """The C++ of an integer expression inside the loops `extents`; `of` is "place" for an offset, whose terms are
+    below 2**52.
 
     The helpers that it calls are added to `uses`.
     """
@@ -69,7 +70,7 @@ def _call(c: Call, name: Callable[[Sym], str], of: str, extents: Extents, uses: 
 
 
 def filled(template: str, words: Mapping[str, object]) -> str:
-    """`template` with each of the words, in order, replaced by what it stands for."""
+    """`template` with each key of `words`, in order, replaced by its value."""
     for word, to in words.items():
         template = template.replace(word, str(to))
     return template
@@ -83,19 +84,19 @@ class Lines:
         self.depth = depth
 
     def add(self, text: str) -> None:
-        """One line at the current depth."""
+        """Append one line at the current depth."""
         self.lines.append("  " * self.depth + text if text else "")
 
     def open(self, text: str) -> None:
-        """A line that opens a block."""
+        """Append a line that opens a block."""
         self.add(text + " {")
         self.depth += 1
 
     def close(self, text: str = "}") -> None:
-        """A line that closes a block."""
+        """Append a line that closes a block."""
         self.depth -= 1
         self.add(text)
 
     def text(self) -> str:
-        """All lines."""
+        """All lines as one text."""
         return "\n".join(self.lines) + "\n"

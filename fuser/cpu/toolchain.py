@@ -1,4 +1,4 @@
-"""The C++ compiler: finding it, what it can do, running it with a time limit, keeping what it made on disk."""
+"""The C++ compiler: finding and probing it, running it with a time limit, and keeping its libraries on disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def why_not() -> str | None:
-    """None if kernels can be made or found, else why not; asked at calls."""
+    """None if kernels can be compiled or found prebuilt, else the reason; asked at calls."""
     unfit = _why_not_run(machines.find(config.isa))
     return unfit or (None if prebuilt.for_cpu() else why_no_compiler())
 
@@ -51,15 +51,15 @@ def why_no_compiler() -> str | None:
     return process.why_not(compiler[0], config.compile_timeout_seconds)
 
 
-_unfit: dict[tuple[tuple[str, ...], str], CompileError] = {}  # compilers that failed or hung on the smallest source
+_unfit: dict[tuple[tuple[str, ...], str], CompileError] = {}  # of compilers that fail on the smallest source
 _probing = forks.lock()
 
 
 def warm_up() -> None:
-    """Find out in the background what the compiler takes, where the first kernel would wait for that."""
+    """Probe the compiler in the background, if the first kernel would otherwise wait for the probe."""
 
     def probe() -> None:
-        with contextlib.suppress(CompileError, OSError):  # the first kernel will say so
+        with contextlib.suppress(CompileError, OSError):  # the first kernel will report it
             compiler = find_compiler()
             if not _is_usual(compiler):
                 flags_for(compiler)
@@ -70,9 +70,9 @@ def warm_up() -> None:
 def flags_for(
     compiler: tuple[str, ...], machine: Machine | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:  # fmt: skip
-    """(compile flags, libraries) that this compiler takes for kernels of `machine`, by default `config.isa`'s.
+    """(compile flags, libraries) that this compiler accepts for kernels of `machine`, by default `config.isa`'s.
 
-    CompileError if it takes none; a second question about it is answered without running it again.
+    CompileError if it accepts none; further calls are answered without running it again.
     """
     machine = machine or machines.find(config.isa)
     with _probing:
@@ -88,7 +88,7 @@ def flags_for(
 
 # Compilers whose kind is known without a probe, on systems that have libmvec with all functions (glibc 2.35).
 _USUAL = r"(?:.*-)?g\+\+(?:-[\d.]+)?"
-_asked: set[tuple[tuple[str, ...], str]] = set()  # compilers and machines of which a probe said, or tried to say
+_asked: set[tuple[tuple[str, ...], str]] = set()  # compilers and machines that were probed, even if the probe failed
 
 
 @functools.lru_cache(maxsize=8)
@@ -98,9 +98,10 @@ def _is_usual(compiler: tuple[str, ...]) -> bool:
 
 
 def _flags_now(compiler: tuple[str, ...], machine: Machine) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """What to compile with now, and whether a probe said so.
+    """(compile flags, libraries, whether a probe found them).
 
-    A usual compiler is taken for the first of `compilers.KINDS` until a kernel fails: the first one waits for no probe.
+    A usual compiler is assumed to be the first of `compilers.KINDS` until a kernel fails, so the first kernel waits
+    for no probe.
     """
     key = compiler, machine.name
     if key in _asked or not _is_usual(compiler) or _has_memory(*key, str(_cache_folder())):
@@ -129,7 +130,7 @@ for (long i = 0; i < n; ++i) x[i] = expf(x[i]) + erfcf(x[i]); }
 def _first_taken(
     compiler: tuple[str, ...], choices: Sequence[Choice], parent: pathlib.Path
 ) -> tuple[int | None, str]:
-    """The first of `choices` with which the compiler makes a small library in `parent`, and what it said last."""
+    """The number of the first of `choices` that makes a small library in `parent`, or None; the compiler's output."""
     log = ""
     with files.scratch_folder(parent) as folder:
         path = folder / "probe.cpp"
@@ -160,7 +161,8 @@ def _memory_of(compiler: tuple[str, ...], choices: list[Choice]) -> pathlib.Path
 
 
 def _remembered(compiler: tuple[str, ...], isa: str) -> int | None:
-    """The number of the choice that an earlier process found: no flags are taken from a file."""
+    """The number of the choice that an earlier process found, or None. Only the number is read: no flags come from a
+    file."""
     choices = _choices(machines.find(isa))
     found = remote.read(_memory_of(compiler, choices))
     return int(found) if found is not None and found.isdigit() and int(found) < len(choices) else None
@@ -168,7 +170,7 @@ def _remembered(compiler: tuple[str, ...], isa: str) -> int | None:
 
 @functools.lru_cache(maxsize=32)
 def _has_memory(compiler: tuple[str, ...], isa: str, folder: str) -> bool:
-    """Whether an earlier process's probe is remembered in the cache `folder`, asked once."""
+    """Whether the cache `folder` has an earlier process's probe, asked once."""
     return _remembered(compiler, isa) is not None
 
 
@@ -184,7 +186,7 @@ def _probe(compiler: tuple[str, ...], isa: str) -> tuple[tuple[str, ...], tuple[
     if number is None and is_full(log):
         number, log = _first_taken(compiler, choices, files.private_folder())
     if number is not None:
-        with contextlib.suppress(OSError):  # a folder that cannot be written: the next process asks again
+        with contextlib.suppress(OSError):  # a folder that cannot be written: the next process probes again
             files.write(known, str(number).encode())
             remote.offer(known, str(number).encode())
         return choices[number][1:]
@@ -211,7 +213,7 @@ def _cpu() -> str:
 
 
 def _cache_folder() -> pathlib.Path:
-    """Where kernels are kept for other processes; this process's own folder if there is none."""
+    """The folder of kernels for later processes; this process's own folder if there is none."""
     if not config.cache_dir:
         return files.private_folder()
     try:
@@ -221,14 +223,14 @@ def _cache_folder() -> pathlib.Path:
 
 
 def _folder_for(library: pathlib.Path) -> pathlib.Path:
-    """Where a new library may be written: its own folder unless that can only be read."""
+    """The folder to write a new library to: its own folder, unless that is read-only."""
     if os.access(library.parent, os.W_OK):
         return library.parent
     return _instead_of(library.parent, "it cannot be written")
 
 
 def _instead_of(folder: pathlib.Path, why: str) -> pathlib.Path:
-    """This process's own folder, with one warning."""
+    """This process's own folder in place of `folder`, with one warning."""
     files.say_once(
         folder,
         f"kernels are not kept in {folder}, so that each process compiles them again: {why}; "
@@ -240,8 +242,9 @@ def _instead_of(folder: pathlib.Path, why: str) -> pathlib.Path:
 def compile_library(parts: tuple[str, ...], machine: Machine | None = None, entries: Sequence[str] = ()) -> str:
     """The path of a shared library made from the sources `parts`; from disk if it was made before. Raises CompileError.
 
-    It is for `machine`, by default `config.isa`'s, whose kernels have to run here; a new one has to define `entries`.
-    Several parts are compiled at the same time, then linked. What another process is making is waited for.
+    It is for `machine`, by default `config.isa`'s, which has to run here; a new library has to define `entries`.
+    Several parts are compiled in parallel, then linked. If another process is making the same library, it waits for
+    that one.
     """
     machine = machine or machines.find(config.isa)
     why = _why_not_run(machine)
@@ -286,7 +289,8 @@ def _found_or_made(
 
 
 def machine() -> str | None:
-    """All that decides a library beside its source: compiler and processor; None where no library is made or kept."""
+    """The text of all that determines a library beside its source: compiler and processor. None if none is made or
+    kept."""
     if not config.cache_dir or compilers.why_none() is not None:
         return None
     compiler = find_compiler()
@@ -299,7 +303,7 @@ def _machine(compiler: tuple[str, ...]) -> str:
 
 
 def machine_facts() -> dict[str, str]:
-    """The same for people, by name."""
+    """The compiler and the processor by name, for people."""
     compiler, _, name = find_compiler(), *(_cpu().partition("model name")[1:])
     return {"compiler": f"{shlex.join(compiler)} ({_stamp(compiler[0])})", "processor": _model(name)}
 
@@ -310,16 +314,16 @@ def _model(text: str) -> str:
 
 
 def describe(library: str) -> dict[str, str] | None:
-    """What a plan holds of a library; None if that is this process's own."""
+    """A library as plans record it; None if it is in this process's own folder."""
     path = pathlib.Path(library)
     own = not config.cache_dir or path.parent.parent != pathlib.Path(config.cache_dir)
     return None if own else {"library": path.name}
 
 
 def kept_library(name: str, folder: pathlib.Path | None = None) -> str | None:
-    """Where the library `name` is loaded from, which an earlier process left in the cache or stands in `folder`.
+    """The path from which the library `name` loads: from the cache, or from `folder` if that is given.
 
-    None if it is not whole or does not load.
+    None if it is truncated or does not load.
     """
     if pathlib.PurePath(name).name != name:
         return None
@@ -332,21 +336,21 @@ def kept_library(name: str, folder: pathlib.Path | None = None) -> str | None:
 
 
 def _kept(library: pathlib.Path) -> pathlib.Path | None:
-    """Where an earlier library is loaded from; None if there is none that is whole and loads."""
+    """The path from which an existing library loads; None if there is none, or it is truncated or does not load."""
     data = files.read(library)
     try:
         if data is None or is_cut(library):
             return None
-    except OSError:  # removed meanwhile
+    except OSError:  # removed by another process
         return None
     problem = _loads(library)
     if problem is None:
         return library
-    return _elsewhere(library, data, problem) if os.path.lexists(library) else None  # it may be removed meanwhile
+    return _elsewhere(library, data, problem) if os.path.lexists(library) else None  # another process may remove it
 
 
 def _fetched(library: pathlib.Path) -> pathlib.Path | None:
-    """Where a library of the remote store is loaded from; None if there is none that loads."""
+    """The path from which a library of the remote store loads; None if there is none that loads."""
     data = remote.fetch(library)
     if data is None:
         return None
@@ -359,7 +363,7 @@ def _fetched(library: pathlib.Path) -> pathlib.Path | None:
 def _elsewhere(
     library: pathlib.Path, data: bytes, problem: str, entries: Sequence[str] = ()
 ) -> pathlib.Path | None:  # fmt: skip
-    """A copy of a whole library in this process's own folder, if that loads: the other may be mounted with noexec."""
+    """A copy of a whole library in this process's own folder, if that loads: its folder may be mounted with noexec."""
     own = files.private_folder()
     if own == library.parent:
         return None
@@ -374,7 +378,7 @@ def _make(
     library: pathlib.Path, parts: tuple[str, ...], flags: tuple[str, ...], libraries: tuple[str, ...],
     entries: Sequence[str],
 ) -> pathlib.Path:  # fmt: skip
-    """Run the compiler. CompileError if it fails, or nothing that it makes can be loaded."""
+    """Compile and link a library. CompileError if the compiler fails, or its library cannot be loaded."""
     compiler = find_compiler()
     try:
         with files.working_folder(library.parent) as work:
@@ -402,19 +406,19 @@ def _make(
         text = e.log if isinstance(e, CompileError) else str(e)
         if str(library.parent) == str(files.private_folder()) or (isinstance(e, CompileError) and not is_full(text)):
             raise
-        # or it says that there is no place at all
+        # or it reports that there is no space at all
         elsewhere = _make(files.private_folder() / library.name, parts, flags, libraries, entries)
         _instead_of(library.parent, refused(text) or getattr(e, "strerror", None) or str(e))
         return elsewhere
-    with contextlib.suppress(OSError):  # for reading only
+    with contextlib.suppress(OSError):  # read-only
         files.write(library.with_suffix(".cpp"), "\n".join(parts).encode(), sealed=False)
     return found
 
 
 def _loads(library: pathlib.Path, entries: Sequence[str] = ()) -> str | None:
-    """None, or why the library cannot be loaded, or lacks one of `entries`."""
+    """None if the library loads and has all `entries`, else the reason."""
     try:
-        loaded = Library(str(library))  # and unloaded: the launcher loads it for as long as it has a kernel of it
+        loaded = Library(str(library))  # and unloaded: the launcher loads it while it has a kernel of it
         for entry in entries:
             loaded.address(entry)
     except OSError as e:
@@ -423,14 +427,14 @@ def _loads(library: pathlib.Path, entries: Sequence[str] = ()) -> str | None:
 
 
 def _problem(made: pathlib.Path, entries: Sequence[str] = ()) -> str | None:
-    """Why what a compiler wrote is no library with `entries`; None if it is."""
+    """The reason why the compiler's output is no library with `entries`; None if it is one."""
     if not made.exists():
         return "it wrote no library"
     return "what it wrote is cut" if is_cut(made) else _loads(made, entries)
 
 
 def _lacks_symbols(made: pathlib.Path) -> bool:
-    """Whether a library does not load since it was linked without a symbol."""
+    """Whether a library does not load because it was linked without a symbol."""
     return "symbol" in (_problem(made) or "")
 
 
@@ -448,12 +452,13 @@ def _object_file(work: pathlib.Path, at: int, text: str, flags: Sequence[str]) -
     return made
 
 
-# Tried in turn where the compiler itself fails, as g++ 12 does at -O2 on indices of 16-bit extremes over a middle dim.
+# Tried in turn if the compiler itself crashes, as g++ 12 does at -O2 on indices of 16-bit extremes over a middle dim.
 _OTHER_LEVELS = ("-O3", "-O1")
 
 
 def run_compiler(command: list[str]) -> None:
-    """Run one compiler, at other optimisation levels if it fails itself. CompileError with its output if it fails."""
+    """Run one compiler command, at other optimisation levels if the compiler crashes. CompileError with its output if
+    it fails."""
     place = os.path.dirname(command[command.index("-o") + 1]) if "-o" in command else None
     temporaries = process.temporaries_in(place) if place else contextlib.nullcontext()
     with span("compiler", command=command[0]), temporaries:

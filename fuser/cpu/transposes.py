@@ -1,6 +1,6 @@
-"""Transposed reads of pointwise nests: a band of each operand is read along its own rows, into a tile.
+"""Transposed reads of pointwise nests: a band of each operand is read along its own rows into a tile.
 
-The helpers take square blocks of elements in registers, and take narrow rows apart.
+The helpers transpose square blocks of elements in registers, and split narrow rows element by element.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from fuser.ir.sizes import LOOP, ONE, coefficient, expr, substitute, symbol
 from fuser.machines import Machine
 from fuser.scheduler.kernel_plan import Axis
 
-EDGES = {1: 16, 2: 16, 4: 16, 8: 8}  # tiles are read in blocks of so many rows and columns, by an element's bytes
-LEAST_BYTES = 16  # of a row of a block
-TILE_ROWS, TILE_COLUMNS = 128, 128  # a transposed read goes through a tile in the first level cache
-TILE_STRIDE = TILE_COLUMNS + 16  # the rows of a tile start in different sets of the cache
-MOST_APART = 4  # elements of whole rows, such as the channels of a pixel, up to which a block would be mostly padding
+EDGES = {1: 16, 2: 16, 4: 16, 8: 8}  # by an element's bytes: rows and columns of a block in which tiles are read
+LEAST_BYTES = 16  # least bytes of a block's row
+TILE_ROWS, TILE_COLUMNS = 128, 128  # a transposed read goes through a tile in the first-level cache
+TILE_STRIDE = TILE_COLUMNS + 16  # so the rows of a tile start in different cache sets
+MOST_APART = 4  # elements of rows that are split, such as a pixel's channels: a block of them would be mostly padding
 
-R0, R1, V0, V1 = map(ir.Name, ("r0", "r1", "v0", "v1"))  # a tile's rows and columns
+R0, R1, V0, V1 = map(ir.Name, ("r0", "r1", "v0", "v1"))  # the bounds of a tile's rows and columns
 
 
 def transposed(facts: Facts) -> dict[int, Axis]:
-    """Loads that run along another axis than the vector axis, with that axis, if it is one for all; else none."""
+    """Loads that are contiguous along an axis other than the vector axis, with that axis, if all have the same; else
+    none."""
     if facts.vector is None or facts.checked:
         return {}
     others = [a for a in facts.kept_axes if a is not facts.vector]
@@ -46,7 +47,7 @@ def transposed(facts: Facts) -> dict[int, Axis]:
 
 
 def in_tiles(facts: Facts) -> dict[int, Place]:
-    """Where transposed loads are staged."""
+    """The places of transposed loads in their tiles."""
     return {n: Place(_in_tile(facts, k)) for k, n in enumerate(facts.staged)}
 
 
@@ -56,7 +57,7 @@ def _in_tile(facts: Facts, k: int) -> ir.At:
 
 
 def fill_tiles(rows: Rows) -> None:
-    """Read a band of each transposed operand along its own rows."""
+    """Read a band of each transposed operand along its own rows into its tile."""
     facts, out = rows.facts, rows.out
     assert facts.tiled is not None
     for k, n in enumerate(facts.staged):
@@ -69,14 +70,15 @@ def fill_tiles(rows: Rows) -> None:
 
 
 def _fill_blocks(rows: Rows, n: int, k: int) -> ir.Value:
-    """Read what makes whole blocks of tile `k` by registers; returns where the vector axis goes on from."""
+    """Fill the whole blocks of tile `k` by transposing in registers; returns the index along the vector axis to go on
+    from."""
     facts, out, (buffer, (address,)) = rows.facts, rows.out, rows.plan.rows[n].attr
     assert facts.tiled is not None
     width = facts.dtypes[buffer].itemsize
     count, step, last, end, columns = (ir.Name(f"{name}{k}") for name in ("rows", "step", "last", "end", "columns"))
     edge, length = EDGES[width], ir.Name(f"n_{facts.v}")
     out.let("i64", step.name, size(coefficient(address, facts.along.sym) or expr(0)))
-    # Rows are rounded up to whole blocks if the elements that are read past them are inside the buffer.
+    # Rows are rounded up to whole blocks if the extra elements that are read are inside the buffer.
     out.let("i64", count.name, (R1 - R0 + (edge - 1)) // edge * edge)
     past = ir.Select(step > 0, (count - (R1 - R0) + step - 1) // step, length)
     out.let("i64", last.name, length - past)
@@ -135,25 +137,27 @@ _AHEAD = "    for (int i = EDGE; i < 2 * EDGE; ++i) __builtin_prefetch(in + (c +
 def edge_of(width: int, machine: Machine) -> int:
     """The edge of a block. A block needs two registers for each of its rows, and a register holds one row.
 
-    In ns an element of 4 bytes with 16 registers of 32: 1.5 with an edge of 16, 0.16 with 8, 0.18 with 4.
+    On 16 registers of 32 bytes, elements of 4 bytes take 1.5 ns each with an edge of 16, 0.16 ns with 8, 0.18 ns with
+    4.
     """
     fits = min(EDGES[width], machine.registers // 2, machine.vector_bytes // width)
     return max(LEAST_BYTES // width, fits)
 
 
 def helpers(uses: Set[str], machine: Machine) -> str:
-    """The functions `transpose_u8` … `transpose_u64` that are used, each with its `apart_u8` …."""
+    """C++ of the functions `transpose_u8` … `transpose_u64` that are used, each with its `apart_u8` …."""
     used = [width for width, w in WORDS.items() if f"transpose_{w}" in uses]
     return _SHUFFLE + "".join(_function(width, machine) + _apart(width) for width in used) if used else ""
 
 
 def transposition(width: int, machine: Machine, stride: int) -> str:
-    """The function `transpose_u8` … for whole blocks, into rows that are `stride` elements apart."""
+    """C++ of the function `transpose_u8` … for whole blocks, into rows that are `stride` elements apart."""
     return _SHUFFLE + _function(width, machine, stride)
 
 
 def _apart(width: int) -> str:
-    """The function `apart_u8` … `apart_u64`: rows of 2 to MOST_APART elements, each element into a row of the tile."""
+    """C++ of the function `apart_u8` … `apart_u64`: it splits rows of 2 to MOST_APART elements, each element into a
+    row of the tile."""
     cases = []
     for count in range(2, MOST_APART + 1):
         stores = " ".join(f"tile[{i * TILE_STRIDE} + c] = in[{count} * c + {i}];" for i in range(count))
@@ -162,7 +166,7 @@ def _apart(width: int) -> str:
 
 
 def _function(width: int, machine: Machine, stride: int = TILE_STRIDE) -> str:
-    """Rounds of interleaving row i with the row half a block below, one for each bit of a row's number."""
+    """Rounds that interleave row i with the row half a block below, one for each bit of a row's number."""
     edge = edge_of(width, machine)
     order = [str(lane) for i in range(edge) for lane in (i, i + edge)]
     rounds, of, to = [], "a", "b"

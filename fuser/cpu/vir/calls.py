@@ -1,4 +1,4 @@
-"""Nodes of the vector IR that are a call of a helper: the helper's name, then its arguments."""
+"""Nodes of the vector IR that print as a call of a helper: the helper's name, then its arguments."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from fuser.cpu.vir import nodes as ir
 from fuser.ops import CPP_TYPES, LOW, SCANS
 
-WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}  # the type that elements are moved as, by their bytes
+WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}  # unsigned types of elements of so many bytes
 SCANNED = {torch.float32: "f32", torch.float64: "f64", torch.int64: "i64", torch.int32: "i32"}  # by helpers of blocks
 _ELEMENTS = {torch.float32: "float", torch.float64: "double", torch.bool: "bool", **LOW}
 Called = tuple[Any, ...]
 
 
 def moved(size: int) -> str:
-    """The vector type of elements of so many bytes."""
+    """The C++ vector type of elements of `size` bytes that are moved as bits."""
     return f"fuser_bits{size}"
 
 
 def _spelled(how: str, of: ir.Of) -> str:
-    """The function of vectors that are made `of` something."""
+    """The name of the helper `how` for vectors of dtype `of`, or of elements of `of` bytes."""
     return f"{moved(of)}_{how}" if isinstance(of, int) else f"fuser_lanes_{how}_{_ELEMENTS[of]}"
 
 
@@ -49,7 +49,7 @@ def _store(s: ir.Store) -> Called:
 
 
 def _bfloat16_bits(v: ir.Value, s: ir.Store) -> ir.Value:
-    """Floats as the bits whose upper half is the bfloat16 to store, or a NaN."""
+    """Float32 lanes as words whose upper 16 bits are the bfloat16 to store; NaN stays NaN."""
     if s.exact:
         return ir.Cast("lanes_u", v)
     if s.tame:

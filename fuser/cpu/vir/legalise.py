@@ -23,7 +23,8 @@ MOST_GATHERED = 4
 
 
 def legalise(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
-    """`kernel` with other forms of divisions by constants, large steps, gathers and conversions of float16."""
+    """`kernel` with divisions by constants, large lane strides, gathers and float16 conversions as g++ compiles them
+    best."""
     far: set[int] = set()
     gathers: set[ir.Gather] = set()
 
@@ -44,7 +45,7 @@ def legalise(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
 
 
 def _with_hidden_step(v: ir.Offset, far: set[int]) -> ir.Offset:
-    """An offset with a name for a large constant distance between neighbouring lanes, which is added to `far`."""
+    """`v` with a large constant stride between lanes hidden behind a variable; the stride is added to `far`."""
     sym = v.scope.lanes
     step = next((c for monomial, c in v.e.terms if monomial == (sym,)), 0)
     if sym is None or v.of != "place" or (abs(step) <= MOST_INTERLEAVED and abs(step) not in v.scope.apart):
@@ -55,7 +56,7 @@ def _with_hidden_step(v: ir.Offset, far: set[int]) -> ir.Offset:
 
 
 def _quotient(v: ir.Binary) -> ir.Value:
-    """A division by a constant as two products, if they round as it does."""
+    """A division by a constant as a product and an fma, where these round as the division does; else `v`."""
     if v.sign != "/" or not isinstance(v.b, ir.Number) or v.b.dtype is not torch.float32:
         return v
     found = factors(float(v.b.number))

@@ -1,8 +1,8 @@
 """Nodes of the vector IR: statements and blocks here, values in `values.py`.
 
-Values have no effect and may be written in place of each other; statements are in order; a block is a head (a loop, a
-test, a routine, a part for some machines) with statements. A function is a kernel. All nodes are frozen: a pass makes
-new ones (`rewrite.py`).
+Values have no effect, so one may replace another. Statements are in order. A block is a head (a loop, a test, a
+routine, a part for some machines) with statements. A kernel is one function. All nodes are frozen: a pass makes new
+ones (`rewrite.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fuser.lazy_dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Let:
-    """A new variable. If it is not `const`, it may be assigned to later, and may have no value yet."""
+    """A new variable. If it is not `const`, it may be assigned to later and may start without a value."""
 
     kind: str
     name: str
@@ -28,7 +28,7 @@ class Let:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """A local array, zero if `zero`; `aligned` to so many bytes, if to any."""
+    """A local array; `zero`: zero-initialised; `aligned`: its alignment in bytes, 0 for the default."""
 
     kind: str
     name: str
@@ -39,7 +39,8 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A buffer among the arguments; `checked`: its elements, and the function that checks each offset into it."""
+    """A pointer to a buffer among the arguments. `checked`: the buffer's number of elements and the function that
+    checks each offset."""
 
     kind: str
     name: str
@@ -50,7 +51,7 @@ class Pointer:
 
 @dataclass(frozen=True, slots=True)
 class Set:
-    """Assign to a variable or an element, or join to it by `sign`."""
+    """Assign to a variable or an element, or combine the value with it by the operator `sign`."""
 
     target: Value
     value: Value
@@ -59,9 +60,10 @@ class Set:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Write a vector's lanes to memory from `address` on, those where `mask` holds; or of two vectors, each in turn.
+    """Write a vector's lanes to memory at `address`, only those where `mask` holds; with two vectors, their lanes
+    alternate.
 
-    `exact`: the values of a vector of float32 are ones of the dtype `of`, a bfloat16; `tame`: see `Round`.
+    `exact`: the float32 values are exactly representable in the bfloat16 `of`; `tame`: see `Round`.
     """
 
     of: Of
@@ -74,9 +76,9 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """Read `columns` runs of `rows` elements of `size` bytes, `step` apart, as rows of a tile `to`: whole blocks.
+    """Transpose `columns` runs of `rows` elements of `size` bytes, `step` apart, into the tile `to`, in whole blocks.
 
-    Without `rows` each run is `step` long and is taken apart element by element.
+    Without `rows`, each run is `step` elements long and is copied element by element.
     """
 
     size: int
@@ -89,7 +91,7 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class Widen:
-    """Write `count` float16 as float32; zeros for those before the element `low` and from `high` on, if given."""
+    """Convert `count` float16 to float32; elements before `low` or from `high` on become zeros, if these are given."""
 
     to: Value
     source: Value
@@ -100,7 +102,7 @@ class Widen:
 
 @dataclass(frozen=True, slots=True)
 class Narrow:
-    """Write `count` float32 as float16."""
+    """Convert `count` float32 to float16."""
 
     to: Value
     source: Value
@@ -109,7 +111,7 @@ class Narrow:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Write `count` random numbers from `place` on; of each pair of words the one that `word` says (2: in turn)."""
+    """Write `count` random numbers from index `place` on. `word`: which word of each pair is used (2: both in turn)."""
 
     to: Value
     seed: Value
@@ -121,10 +123,10 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class ScanBlock:
-    """Scan `count` elements by the row `how` of the table, into `to` if that is given; `acc` is the carry.
+    """Scan `count` elements by the table row `how`, into `to` if that is given; `acc` is the carry.
 
-    For extremes `place` is the index so far, `places` gets all indices, and `base` is the index of the first element.
-    `total`: nothing is written but the carry.
+    For extremes `place` is the index of the best element so far, `places` receives all indices, and `base` is the
+    index of the first element. `total`: only the carry is updated.
     """
 
     how: str
@@ -141,7 +143,7 @@ class ScanBlock:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Write `count` bytes past the cache."""
+    """Write `count` bytes with non-temporal stores."""
 
     to: Value
     source: Value
@@ -150,12 +152,12 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """What was written past the cache is seen by all from here on."""
+    """A fence: earlier non-temporal stores are visible to all threads from here on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Do:
-    """A call for its effect."""
+    """Call a function for its effect."""
 
     call: Call
 
@@ -167,7 +169,7 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Ask for a line of memory ahead of its use; `how`: the builtin's further arguments."""
+    """Prefetch a cache line; `how`: the builtin's further arguments."""
 
     address: Value
     how: tuple[int, ...] = ()
@@ -175,10 +177,10 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Fold the lanes of `array` into its first one, halving, in vectors: the fixed order of a tree.
+    """Fold the lanes of `array` into lane 0 as a binary tree of vector operations, so the order is fixed.
 
-    `table` and `name` are the cell that joins two vectors; "sign" is an operator, "wins" what picks an extreme.
-    `total`: the lanes of float32 are folded as float64 and added to that.
+    `table` and `name` give the operation that combines two vectors: "sign" is a C++ operator, "wins" selects an
+    extreme. With `total`, float32 lanes are folded as float64 and the sum is added to `total`.
     """
 
     array: str
@@ -191,22 +193,22 @@ class Fold:
 
     @property
     def folded(self) -> torch.dtype:
-        """The dtype of what is folded."""
+        """The dtype in which lanes are folded."""
         return self.dtype if self.total is None else torch.float64
 
 
 # -- heads of blocks --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Statements with names of their own."""
+    """A scope with names of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """A loop from `low` below `high`; with no `low`, the variable `name` goes on from where it is.
+    """A loop from `low` to below `high`; if `low` is None, the existing variable `name` continues from its value.
 
-    `whole`: as long as whole steps fit. `simd`: turns do not depend on each other, but for variables that they join as
-    `joins` says. `unroll`: most turns that are written out, in place of `simd`.
+    `whole`: only whole steps run. `simd`: iterations are independent except for the variables combined as `joins`
+    says. `unroll`: most iterations to unroll, in place of `simd`.
     """
 
     name: str
@@ -221,14 +223,15 @@ class For:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The loop over a kernel's units; the digits of a unit's number are variables, the last running fastest."""
+    """The loop over a kernel's units. The digits of the unit number are variables; the last varies fastest."""
 
     digits: tuple[tuple[str, Value], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """A loop from `low` to `high` in segments of at most `longest`, cut at `cuts`; each is from `from` to `to`."""
+    """A loop over segments of [`low`, `high`) of at most `longest` elements, split at `cuts`; each runs over [`from`,
+    `to`)."""
 
     low: Value
     high: Value
@@ -238,7 +241,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Elements of the C++ type `kind`, of so many bytes each, that go to `memory` and on."""
+    """A result that a loop stores: its tile, C++ type `kind`, bytes of an element, and address `memory`."""
 
     tile: str
     kind: str
@@ -248,9 +251,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Around a loop of `count` elements, at most `length`, of which it takes element `place`: it may stage `results`.
+    """Encloses a loop of `count` elements, at most `length`, at position `place`, whose `results` may be
+    staged.
 
-    Places in memory with the name of a tile belong to the result of that name.
+    An `At` or `Address` that names a tile belongs to the result of that tile.
     """
 
     results: tuple[Result, ...]
@@ -261,14 +265,14 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class While:
-    """As long as `test` holds."""
+    """Loop while `test` holds."""
 
     test: Value
 
 
 @dataclass(frozen=True, slots=True)
 class If:
-    """Where `test` holds; `rare`: seldom."""
+    """Run the body if `test` holds; `rare`: unlikely."""
 
     test: Value
     rare: bool = False
@@ -276,24 +280,24 @@ class If:
 
 @dataclass(frozen=True, slots=True)
 class Else:
-    """Where the test of the block before does not hold."""
+    """Run the body if the test of the preceding `If` does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """For machines of whose text `macro` is not 0, or in the block after it for all others."""
+    """Text for machines on which `macro` is not 0; an `Otherwise` after it holds the text for all others."""
 
     macro: str
 
 
 @dataclass(frozen=True, slots=True)
 class Otherwise:
-    """For machines that the block before is not for."""
+    """Text for machines that the preceding `Only` excludes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routine:
-    """A function inside the function, which sees its variables; `inline` wherever it is called."""
+    """A lambda inside the function, which sees its variables; `inline`: forced inline."""
 
     name: str
     params: tuple[tuple[str, str], ...]
@@ -305,7 +309,7 @@ Head = Union[Plain, For, Units, Segments, Staged, While, If, Else, Only, Otherwi
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A head and what it holds."""
+    """A head and its statements."""
 
     head: Head
     body: tuple[Statement, ...]
@@ -319,9 +323,9 @@ Statement = Union[
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One function. `checked`: it has a record of its own of the first offset outside of a buffer.
+    """One function. `checked`: it reports the first out-of-bounds offset in a record of its own.
 
-    `sequential`: g++ does not vectorise its loops, each turn of which waits for the one before.
+    `sequential`: its loops carry a dependence from one iteration to the next, so g++ does not vectorise them.
     """
 
     name: str

@@ -13,7 +13,7 @@ from fuser.machines import Machine
 
 
 def through_passes(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
-    """`kernel` as all passes leave it; with `config.check_ir` it is verified before each."""
+    """`kernel` after all passes; with `config.check_ir` it is verified before each."""
     for run in PASSES:
         if config.check_ir:
             verify_kernel(kernel)
@@ -22,10 +22,10 @@ def through_passes(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
 
 
 def stage_stores(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
-    """`kernel` without `Staged` blocks: a tile before each loop, stores into it or to memory, a copy behind.
+    """`kernel` without `Staged` blocks: stores go to a tile or to memory, and a tile is copied out after its loop.
 
-    The tile is in the first level cache, the copy goes past the cache. Which loops may do so, the blocks say; whether
-    one does is known at run time, by the variable `stream`.
+    The tile is in the first-level cache; the copy uses non-temporal stores. The variable `stream` says at run time
+    whether a loop stages its results.
     """
 
     def expanded(s: ir.Statement) -> Sequence[ir.Statement]:
@@ -42,7 +42,7 @@ def stage_stores(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
             ]
             copy = ir.Stream(past, tile, head.count * r.bytes)
             after.append(ir.Block(ir.If(stream), (copy,)))
-        # An element or address in memory that is staged, relative to the pointer `to`.
+        # Accesses to a staged result, relative to the pointer `to`: its tile or memory.
         to_tile = {r.tile: ir.Name(f"to{r.tile}") for r in head.results}
         rules: rewrite.Rules = {
             ir.At: lambda v: to_tile[v.tile][head.place] if v.tile in to_tile else v,

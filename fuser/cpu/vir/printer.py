@@ -31,7 +31,7 @@ from fuser.ops import (
     cpp_store,
 )
 
-# The parameters of each function: pointers, int64 and float64 slots, units, memory of its own, what it reports.
+# The parameters of each function: pointers, int64 and float64 slots, its range of units, scratch memory, its status.
 SIGNATURE = (
     "char* const* ptrs, const i64* s, const double* f, i64 begin, i64 end, char* scratch, i32* status"
 )  # fmt: skip
@@ -42,32 +42,32 @@ _TABLES: dict[str, Callable[..., str | None]] = {
     "op": cpp_cell, "lanes": cpp_lanes, "combine": cpp_combine, "overtakes": cpp_overtakes, "step": cpp_step,
     "near": cpp_near, "lanes_near": cpp_lanes_near,
 }  # fmt: skip
-_ARRAYS = ("fuser_zeros",)  # of the generator's helpers
+_ARRAYS = ("fuser_zeros",)  # arrays that the generator's helpers define
 INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
 
 
 class Printer:
-    """Writes nodes; with other names for variables and arguments where `names` and `slots` have them.
+    """Prints nodes as C++. `names` and `slots` replace the names of variables and arguments.
 
-    `uses`: the helpers that they call.
+    `uses`: the helpers that the printed text calls.
     """
 
     def __init__(
         self, names: Mapping[str, str] | None = None, slots: Mapping[ir.Slot, str] | None = None,
         constants: Mapping[int, str] | None = None,
     ) -> None:  # fmt: skip
-        """`constants`: by the id of a `Let`, what it has in place of the last argument of its value."""
+        """`constants`: for the id of a `Let`, the text that replaces the last argument of its value."""
         self.names, self.slots, self.constants = names or {}, slots or {}, constants or {}
         self.out = Lines()
         self.uses: set[str] = set()
 
     def _calls(self, text: str) -> str:
-        """The text of a cell of a table; its helpers count as used."""
+        """The text of a table cell; the helpers that it calls are added to `uses`."""
         self.uses.update(cell_helpers(text))
         return text
 
     def function(self, opening: str, kernel: ir.Kernel) -> Text:
-        """The function that begins so, with a kernel's body."""
+        """The text of the function with the signature's start `opening` and the body of `kernel`."""
         self._braces(f"{opening}({SIGNATURE})", kernel.body)
         return Text(self.out.text(), frozenset(self.uses))
 
@@ -77,7 +77,7 @@ class Printer:
         return _VALUES[type(v)](self, v)
 
     def _in(self, v: ir.Value, binds: int) -> str:
-        """The text of a value where operators bind as closely as `binds`."""
+        """The text of a value, in parentheses if its operator binds less closely than `binds`."""
         text = _VALUES[type(v)](self, v)
         return text if _binds(v) >= binds else f"({text})"
 
@@ -170,7 +170,7 @@ class Printer:
 
     # -- statements ----------------------------------------------------------------------------------------------------
     def body(self, statements: tuple[ir.Statement, ...]) -> None:
-        """Statements in order."""
+        """Print statements in order."""
         for s in statements:
             if type(s) is ir.Block:
                 self._block(s)
@@ -186,7 +186,7 @@ class Printer:
         return f"{const}{s.kind} {name} = {self.value(s.value)};"
 
     def _with_constant(self, v: ir.Value, constant: str) -> str:
-        """A value, with this text in place of the number that is its last argument."""
+        """The text of a value whose last argument, a number, is replaced by `constant`."""
         if isinstance(v, ir.Splat):
             self.uses.add("fuser_lanes_all")
             return f"fuser_lanes_all({constant})"
@@ -270,7 +270,7 @@ class Printer:
 
     def _for(self, head: ir.For, body: tuple[ir.Statement, ...]) -> None:
         if head.unroll:
-            self.out.add("#pragma GCC ivdep")  # g++ takes no simd beside unroll
+            self.out.add("#pragma GCC ivdep")  # g++ does not accept `omp simd` together with `unroll`
             self.out.add(f"#pragma GCC unroll {head.unroll}")
         elif head.simd:
             self.out.add(f"#pragma omp simd reduction({head.joins})" if head.joins else "#pragma omp simd")
@@ -337,7 +337,7 @@ class Printer:
 
 
 def _binds(v: ir.Value) -> int:
-    """How closely the outermost operator of a value's text binds."""
+    """The precedence of the outermost operator of a value's text."""
     binds = _KINDS.get(type(v))
     if binds is not None:
         return binds
@@ -362,7 +362,7 @@ _KINDS: dict[type, int] = {
     ir.Name: _ATOM, ir.Slot: _ATOM, ir.At: _ATOM, ir.Call: _ATOM, ir.Bound: _ATOM, ir.Splat: _ATOM, ir.Round: _ATOM,
     ir.Select: _CHOICE, ir.Op: _LOOSE, ir.Address: _SUM, ir.Unary: _UNARY, ir.Cast: _UNARY,
 }  # fmt: skip
-# Integers wrap in unsigned vectors: their scalar cells have casts that vectors do not take.
+# Integers wrap in unsigned vectors; the cells of their scalar ops have casts that vectors do not accept.
 _UNSIGNED = {"i8": "u8", "i16": "u16", "i32": "u32", "i64": "u64"}
 _VALUES: dict[type, Callable[[Printer, Any], str]] = {
     ir.Name: Printer._name, ir.Number: Printer._number, ir.Slot: Printer._slot, ir.Offset: Printer._offset,
@@ -385,14 +385,14 @@ _HEADS: dict[type, Callable[[Printer, Any, tuple[ir.Statement, ...]], None]] = {
 
 @dataclass(frozen=True)
 class Text:
-    """C++ of a function, and the helpers that it uses."""
+    """The C++ text of a function, and the helpers that it calls."""
 
     text: str
     uses: frozenset[str]
 
 
 def printed(kernel: ir.Kernel) -> Text:
-    """The C++ function."""
+    """The C++ text of the whole function, with the record of its bounds checks if it has them."""
     printer = Printer()
     if kernel.checked:
         printer.out.add(f'extern "C" {{ i64 {kernel.name}_bounds[3] = {{}}; }}')

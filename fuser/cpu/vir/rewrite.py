@@ -1,4 +1,4 @@
-"""Passes over vector IR: `walk` visits values, `values` makes a kernel with others."""
+"""Traversal of vector IR: `walk` visits nodes, `values` and `statements` make a kernel with replaced ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from fuser.cpu.vir import nodes as ir
 
-Rules = Mapping[type, Callable[[Any], ir.Value]]  # what becomes of a kind of value
+Rules = Mapping[type, Callable[[Any], ir.Value]]  # the replacement for each kind of value
 
 def parts(node: Any) -> Iterator[Any]:
-    """The nodes that a node holds, in order."""
+    """The nodes that a node holds, in order; tuples of them flattened."""
     for name in node.__slots__:
         held = getattr(node, name)
         if isinstance(held, tuple):
@@ -22,7 +22,7 @@ def parts(node: Any) -> Iterator[Any]:
 
 
 def walk(node: Any) -> Iterator[Any]:
-    """A node and all that it holds: blocks, heads, statements and values, each before its own."""
+    """A node and all nodes inside it (blocks, heads, statements, values) in pre-order."""
     pending = [node]
     while pending:
         now = pending.pop()
@@ -32,9 +32,9 @@ def walk(node: Any) -> Iterator[Any]:
 
 
 def values(node: Any, rules: Rules) -> Any:
-    """`node` with each value that has a rule for its kind replaced by what that makes of it, the inner ones first.
+    """`node` with each value whose kind has a rule replaced by the rule's result, innermost values first.
 
-    What is no node is left as it is; tuples of nodes are made anew.
+    Anything that is not a node is left as it is; tuples are rebuilt only if an item changed.
     """
     kind = type(node)
     if kind is tuple:
@@ -52,7 +52,7 @@ def values(node: Any, rules: Rules) -> Any:
 
 
 def statements(kernel: ir.Kernel, change: Callable[[ir.Statement], Sequence[ir.Statement]]) -> ir.Kernel:
-    """`kernel` with each statement replaced by those that `change` makes of it, once those in it have been."""
+    """`kernel` with each statement replaced by the statements that `change` returns for it, innermost first."""
 
     def changed(body: Sequence[ir.Statement]) -> tuple[ir.Statement, ...]:
         out: list[ir.Statement] = []

@@ -1,7 +1,8 @@
 """Values of the vector IR: scalars, vectors, masks and pointers. They have no effect.
 
-A vector holds as many elements as a register. It is made `of` a dtype, whose elements it has as float32 (bools as
-flags, 0 or -1), or of elements of 1 or 2 bytes, which it has as they are. A mask has a bit for each lane.
+A vector holds as many elements as a register. `Of` says what its elements are: a dtype, whose elements are held as
+float32 (bools as flags, 0 or -1), or a size of 1 or 2 bytes, whose elements are held as bits. A mask has a bit for
+each lane.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def _binary(sign: str) -> Callable[[Value, Like], Value]:
 
 
 class Value:
-    """Base of what has a value. Python's operators make `Binary` nodes; `same` and `differs` compare for equality."""
+    """Base of all values. Python's operators make `Binary` nodes; `same` and `differs` compare for equality."""
 
     __slots__ = ()
     __add__, __sub__, __mul__ = _binary("+"), _binary("-"), _binary("*")
@@ -46,7 +47,7 @@ class Name(Value):
 
 @dataclass(frozen=True, slots=True)
 class Number(Value):
-    """A constant of a compute dtype; without one, an integer of the nest itself."""
+    """A constant of a compute dtype; without a dtype, an integer of the loop nest itself."""
 
     number: bool | int | float
     dtype: torch.dtype | None = None
@@ -54,7 +55,7 @@ class Number(Value):
 
 @dataclass(frozen=True, slots=True)
 class Slot(Value):
-    """An argument of the kernel: `kind` is "ptrs", "s" or "f"."""
+    """An argument of the kernel: `kind` is "ptrs", "s" (int64) or "f" (float64)."""
 
     kind: str
     at: int
@@ -62,10 +63,10 @@ class Slot(Value):
 
 @dataclass(frozen=True)
 class Scope:
-    """What index expressions of one function mean: computed indices, and the loops' extents.
+    """The context of a function's index expressions: `ref` gives computed indices, `extents` the loops' lengths.
 
-    `slots`: where sizes are among the arguments, for what comes before their names. `lanes`: the axis that runs over
-    lanes; `apart`: distances between lanes at which elements are taken one by one.
+    `slots`: positions of sizes among the arguments, for code before their names are declared. `lanes`: the axis that
+    runs over lanes; `apart`: lane strides at which elements are accessed one by one.
     """
 
     ref: Callable[[int], Value] = field(compare=False)
@@ -77,7 +78,8 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Offset(Value):
-    """An integer expression over sizes and loops; `of` is "place" for an offset into memory (see `text.cpp_expr`)."""
+    """An integer expression over sizes and loop variables; `of` is "place" for an offset into memory (see
+    `text.cpp_expr`)."""
 
     e: Expr
     of: str
@@ -86,7 +88,7 @@ class Offset(Value):
 
 @dataclass(frozen=True, slots=True)
 class At(Value):
-    """An element of an array or of memory: a load, or where a store goes; `tile`: what stages it (see `Staged`)."""
+    """An element of an array or of memory, loaded or stored to; `tile`: the tile that may stage it (see `Staged`)."""
 
     array: Value
     place: Value
@@ -95,7 +97,7 @@ class At(Value):
 
 @dataclass(frozen=True, slots=True)
 class Address(Value):
-    """A pointer to an element of memory; `tile`: what stages the elements from there on (see `Staged`)."""
+    """A pointer to an element of memory; `tile`: the tile that may stage the elements from there on (see `Staged`)."""
 
     buffer: Value
     place: Value
@@ -104,7 +106,7 @@ class Address(Value):
 
 @dataclass(frozen=True, slots=True)
 class Unary(Value):
-    """`sign` is one of "-" "~" "!" "&" "*"."""
+    """A unary operation; `sign` is one of "-" "~" "!" "&" "*"."""
 
     sign: str
     a: Value
@@ -112,7 +114,7 @@ class Unary(Value):
 
 @dataclass(frozen=True, slots=True)
 class Binary(Value):
-    """Arithmetic, comparison and logic of the nest itself, in C's integers."""
+    """Arithmetic, comparison or logic on the loop nest's own C integers."""
 
     sign: str
     a: Value
@@ -121,7 +123,7 @@ class Binary(Value):
 
 @dataclass(frozen=True, slots=True)
 class Select(Value):
-    """`a` where `test` holds, else `b`; the other one is not evaluated."""
+    """`a` if `test` holds, else `b`; the other one is not evaluated."""
 
     test: Value
     a: Value
@@ -130,7 +132,7 @@ class Select(Value):
 
 @dataclass(frozen=True, slots=True)
 class Cast(Value):
-    """C's conversion to a type."""
+    """C's conversion to the type `kind`."""
 
     kind: str
     a: Value
@@ -140,7 +142,7 @@ class Cast(Value):
 class Op(Value):
     """A cell of a table of `fuser.ops`: "op", "lanes" (an op on explicit vectors), "combine", "overtakes" or "step".
 
-    "near" and "lanes_near" are ops whose argument lies in the interval that `OpRow.near` is for.
+    "near" and "lanes_near" are versions for arguments known to be in the interval of `OpRow.near`.
     """
 
     table: str
@@ -151,7 +153,7 @@ class Op(Value):
 
 @dataclass(frozen=True, slots=True)
 class Convert(Value):
-    """A value of one compute dtype as another dtype."""
+    """A value of one compute dtype converted to another dtype."""
 
     source: torch.dtype
     target: torch.dtype
@@ -160,7 +162,7 @@ class Convert(Value):
 
 @dataclass(frozen=True, slots=True)
 class Round(Value):
-    """A float32 rounded to a 16-bit float, or a vector; `tame`: its NaNs have zeros in their low 16 bits."""
+    """A float32, or a vector of them, rounded to a 16-bit float; `tame`: its NaNs have zeros in their low 16 bits."""
 
     dtype: torch.dtype
     a: Value
@@ -170,7 +172,8 @@ class Round(Value):
 
 @dataclass(frozen=True, slots=True)
 class Decode(Value):
-    """The compute value of an element in memory; `lone`: by a scalar instruction, in a loop that is not vectorised."""
+    """The compute value of an element in memory; `lone`: converted by a scalar instruction, in a loop that is not
+    vectorised."""
 
     dtype: torch.dtype
     a: Value
@@ -179,7 +182,7 @@ class Decode(Value):
 
 @dataclass(frozen=True, slots=True)
 class Encode(Value):
-    """What to store for a compute value; `exact`: the dtype has that very value."""
+    """The stored form of a compute value; `exact`: the dtype represents it exactly."""
 
     dtype: torch.dtype
     a: Value
@@ -187,15 +190,15 @@ class Encode(Value):
     lone: bool = False
 
 
-Of = Union[torch.dtype, int]  # what vectors are made of: a dtype, or elements of so many bytes
+Of = Union[torch.dtype, int]  # a vector's elements: of a dtype, or of so many bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Load(Value):
-    """The elements of memory from `address` on, as a vector. Where `mask` does not hold, nothing is read: zeros.
+    """The elements of memory from `address` on, as a vector. Lanes whose `mask` is off are zero and not read.
 
-    `back`: the elements from `address` backwards, so many or all that lanes hold. `paired`: two bfloat16 in a lane.
-    `step`: how far apart the elements are, 1 or 2.
+    `back`: elements at descending addresses, so many or a full vector. `paired`: a lane holds two bfloat16. `step`:
+    the stride of the elements, 1 or 2.
     """
 
     of: Of
@@ -208,7 +211,8 @@ class Load(Value):
 
 @dataclass(frozen=True, slots=True)
 class First(Value):
-    """The mask of the first `count` lanes, 1 at least unless elements are moved, or of all; `flags`: as flags."""
+    """The mask of the first `count` lanes, capped at a full vector; at least one lane unless elements are moved as
+    bits. `flags`: as flags."""
 
     of: Of
     count: Value
@@ -217,7 +221,7 @@ class First(Value):
 
 @dataclass(frozen=True, slots=True)
 class Mask(Value):
-    """The mask of the lanes whose flags are set; or whether one is, if `any`."""
+    """The mask of the lanes whose flags are set; with `any`, whether one is set."""
 
     flags: Value
     any: bool = False
@@ -225,7 +229,7 @@ class Mask(Value):
 
 @dataclass(frozen=True, slots=True)
 class Half(Value):
-    """Of a paired vector of bfloat16, the even elements as float32, or the odd ones."""
+    """The even, or the odd, elements of a vector of bfloat16 pairs, as float32."""
 
     pairs: Value
     odd: bool
@@ -233,7 +237,7 @@ class Half(Value):
 
 @dataclass(frozen=True, slots=True)
 class Blend(Value):
-    """The lanes of `a` where `mask` holds, else those of `b`; both vectors are of elements of `of` bytes."""
+    """The lanes of `a` where `mask` holds, else those of `b`; both vectors hold elements of `of` bytes."""
 
     of: Of
     mask: Value
@@ -251,7 +255,7 @@ class Splat(Value):
 
 @dataclass(frozen=True, slots=True)
 class Gather(Value):
-    """An element of less than a word that lanes look up, of the C++ type `kind`."""
+    """An element narrower than a word, of the C++ type `kind`, that each lane loads at an index of its own."""
 
     kind: str
     buffer: Value
@@ -269,7 +273,7 @@ class Fma(Value):
 
 @dataclass(frozen=True, slots=True)
 class Bound(Value):
-    """`a` where `a sign b` holds or `a` is NaN, else `b`: an extreme whose first argument is fixed in the loop."""
+    """`a` where `a sign b` holds or `a` is NaN, else `b`: an extreme whose argument `a` is loop-invariant."""
 
     sign: str
     a: Value
@@ -278,7 +282,7 @@ class Bound(Value):
 
 @dataclass(frozen=True, slots=True)
 class Call(Value):
-    """A helper or routine."""
+    """A call of a helper or routine."""
 
     function: str
     args: tuple[Value, ...]
@@ -288,7 +292,7 @@ Like = Union[Value, str, int]
 
 
 def value(x: Like) -> Value:
-    """A node: strings are names, integers are the nest's own."""
+    """`x` as a node: a string is a name, an integer is a constant of the loop nest."""
     return x if isinstance(x, Value) else Name(x) if isinstance(x, str) else Number(x)
 
 

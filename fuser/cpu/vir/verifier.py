@@ -10,7 +10,7 @@ from fuser.cpu.vir.rewrite import walk
 from fuser.errors import VerifyError
 from fuser.ir.sizes import INDIRECT, symbols
 
-# Names of every function: its parameters, a macro of the machine, an array of the generator's helpers.
+# Names that every function has: its parameters, a macro of the machine, an array of the generator's helpers.
 GIVEN = frozenset("ptrs s f begin end scratch status FUSER_LANES fuser_zeros".split())
 _FOLLOWS = {ir.Else: ir.If, ir.Otherwise: ir.Only}
 
@@ -18,8 +18,9 @@ _FOLLOWS = {ir.Else: ir.If, ir.Otherwise: ir.Only}
 def verify_kernel(kernel: ir.Kernel) -> None:
     """Check one function. VerifyError says which statement breaks which rule.
 
-    Each name is declared before its use, in a block around it, and once in its block: the names of offsets, too, and of
-    the rows that these look up. Nothing assigns to a constant; an `Else` follows an `If`, and an `Otherwise` an `Only`.
+    Each name is declared before its use, in an enclosing block, and once in its block. So are the names in offsets and
+    in the rows that these look up. Constants are never assigned; an `Else` follows an `If`, and an `Otherwise` an
+    `Only`.
     """
     try:
         _Scope(None, dict.fromkeys(GIVEN, True)).verify(kernel.body)
@@ -28,7 +29,7 @@ def verify_kernel(kernel: ir.Kernel) -> None:
 
 
 class _Scope:
-    """The variables of a block: of each whether it may be assigned to."""
+    """The variables of a block, each with whether it may be assigned to."""
 
     def __init__(self, outer: _Scope | None, own: dict[str, bool] | None = None) -> None:
         self.outer, self.own = outer, own or {}
