@@ -1,10 +1,10 @@
-"""Attention whose scores go through fused rows, as in FlashAttention: scores are in registers, never in memory.
+"""Attention whose scores pass through fused rows, as in FlashAttention: scores are in registers, never in memory.
 
-A kernel computes tiles of scores by products, puts them where the rows of `attention_rows` load them, and goes on with
-the rows. Blocks of keys are those that a block mask lists.
+A kernel computes tiles of scores by products, uses them as the values that the rows of `attention_rows` load as
+scores, and emits the rows. A block mask's lists say which blocks of keys are computed.
 
-Online softmax: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Tiles and the gradient by
-recomputed scores: Dao, "FlashAttention-2" (2023).
+Online softmax: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Tiles, and the gradient
+with recomputed scores: Dao, "FlashAttention-2" (2023).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LONGEST_HEAD = 256
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """`queries` × `keys` scores at once, by `warps` warps, with `stages` steps of the loop under way."""
+    """A tile of `queries` × `keys` scores, computed by `warps` warps, with `stages` pipelined steps of the loop."""
 
     queries: int
     keys: int
@@ -53,9 +53,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class BlockLists:
-    """The lists of a block mask: counts and indices of blocks that are masked (`partial`) and that are not (`full`).
+    """The lists of a block mask: counts and indices of its masked (`partial`) and unmasked (`full`) blocks.
 
-    `rows` × `columns` scores are a block, where rows are those of the lists. None: one block is everything.
+    A block is `rows` × `columns` scores; the lists have an entry for each row of blocks. Without lists, one block is
+    everything.
     """
 
     partial: tuple[Operand, Operand]
@@ -66,7 +67,8 @@ class BlockLists:
 
 @dataclass(frozen=True)
 class Part:
-    """A tile of a head's elements: those from `first` on, `width` of them, in `padded`. `suffix` is for its names."""
+    """A tile of a head's elements: `width` of them from `first` on, padded to `padded`. `suffix` is for variable
+    names."""
 
     suffix: str
     first: int
@@ -75,7 +77,7 @@ class Part:
 
 
 def parts_of(width: int) -> list[Part]:
-    """Tiles for `width` elements: one of a power of two, or two where one would be more than an eighth empty."""
+    """Tiles for `width` elements: one of a power of two, or two if more than an eighth of one would be padding."""
     padded = _power(width)
     if 8 * width >= 7 * padded or width <= 32:
         return [Part("", 0, width, padded)]
@@ -86,14 +88,14 @@ def parts_of(width: int) -> list[Part]:
 
 
 def _power(width: int) -> int:
-    """The least side of a product's operand that holds `width`."""
+    """The smallest side of a product's operand that holds `width`: a power of two, at least 16."""
     return max(16, 1 << max(width - 1, 0).bit_length())
 
 
 class AttentionNest(Nest):
-    """What the kernels share: tiles of operands, the rows of a tile of scores, the walk over blocks.
+    """What the attention kernels share: tiles of operands, the rows of a tile of scores, the loop over blocks.
 
-    `flipped`: keys along the first dim of a tile of scores, as in the gradients of keys and values.
+    `flipped`: keys run along the first dim of a tile of scores, as in the gradients of keys and values.
     """
 
     def __init__(
@@ -121,7 +123,8 @@ class AttentionNest(Nest):
         self.whole = {d.name for d in (self.y, self.x) if self.divides(d.size, self._side(d))}
 
     def _side(self, dim: Dim) -> int:
-        """How many rows or columns a program goes through at once: those of a block, of which tiles are parts."""
+        """Rows or columns that a program takes per block: those of a mask's block, of which tiles are parts, or of a
+        tile."""
         if self.lists is None:
             return dim.block
         along = self.lists.columns if dim is self.x else self.lists.rows
@@ -134,35 +137,35 @@ class AttentionNest(Nest):
         return [*self.lists.partial, *(self.lists.full or ())]
 
     def guard(self, relation: str, a: Expr, b: Expr) -> None:
-        """Have the kernel rely on a relation."""
+        """Add a guard: the kernel is valid only if the relation holds."""
         self.layout.guards.append((relation, a, b))
 
     @property
     def group(self) -> int:
-        """How many heads of queries share one of keys."""
+        """The number of query heads that share one head of keys."""
         return self.ctx.hint(self.operands["q"].size[1]) // max(self.ctx.hint(self.operands["k"].size[1]), 1)
 
     @property
     def repeats(self) -> bool:
-        """Whether all batches share one of keys."""
+        """Whether all batches share one batch of keys."""
         q, k = (self.ctx.hint(self.operands[n].size[0]) for n in "qk")
         return k == 1 and q != 1
 
     # -- texts -------------------------------------------------------------------------------------------------------
     def mask(self, dims: Iterable[int], *more: str) -> str:
-        """The mask of an access along `dims`: none along those that blocks cover without rest."""
+        """The mask of an access along `dims`, leaving out dims that blocks cover exactly."""
         return super().mask([i for i in dims if self.layout.dims[i].name not in self.whole], *more)
 
     def size(self, e: Expr, name: str = "") -> str:
-        """A size as a number of the launch."""
+        """A size as a literal or an argument of the launch."""
         return self.params.number(e, self.bits, name)
 
     def stride(self, o: Operand, dim: int, matters: bool = False) -> str:
-        """A stride as a number of the launch."""
+        """A stride as a literal or an argument of the launch."""
         return self.params.number(o.stride[dim], self.bits, "", matters)
 
     def width(self, o: Operand) -> int:
-        """Elements of a head."""
+        """The number of elements of a head."""
         n = o.size[3].as_int()
         assert n is not None, "a kernel is for one size of heads"
         return n
@@ -172,18 +175,18 @@ class AttentionNest(Nest):
         return parts_of(self.width(o))
 
     def base(self, label: str, o: Operand, b: str, h: str) -> None:
-        """The address at which the matrix of batch `b` and head `h` begins, as the variable `{label}p`."""
+        """Declare `{label}p`, the address of the matrix of batch `b` and head `h`."""
         self.out.add(f"{label}p = {self.params.pointer(o.name)} + {b} * {self.stride(o, 0, True)}"
                      f" + {h} * {self.stride(o, 1, True)}")  # fmt: skip
 
     def of_keys(self, b: str, h: str) -> tuple[str, str]:
-        """The batch and head of keys for those of queries."""
+        """The batch and head of keys that belong to batch `b` and head `h` of queries."""
         return ("0" if self.repeats else b), (h if self.group == 1 else f"({h} // {self.group})")
 
     def load_tile(self, label: str, o: Operand, rows: str, dim: Dim, turned: bool = False) -> None:
-        """Load a tile of the matrix `{label}p` as `label`: rows along `rows`, a variable without dims, of `dim`.
+        """Load a tile of the matrix `{label}p` as `label`: its rows are `rows`, a variable without dims, along `dim`.
 
-        `turned`: the rows are the tile's columns.
+        `turned`: the tile is transposed, so rows become its columns.
         """
         for part in self.parts(o):
             at, mask = self._place(o, rows, dim, turned, part)
@@ -191,23 +194,23 @@ class AttentionNest(Nest):
             self.out.add(f"{label}{part.suffix} = tl.load({label}p + ({at}){options})")
 
     def store_tile(self, label: str, o: Operand, rows: str, dim: Dim, value: str, after: str = "") -> None:
-        """Store `value`, as it is `after` an operator, as a tile of the matrix `{label}p`."""
+        """Store `value`, followed by the operator `after`, as a tile of the matrix `{label}p`."""
         for part in self.parts(o):
             at, mask = self._place(o, rows, dim, False, part)
             stored = self.like(o, f"({value}{part.suffix}{after})")
             self.out.add(f"tl.store({label}p + ({at}), {stored}{f', {mask}' if mask else ''})")
 
     def like(self, o: Operand, value: str) -> str:
-        """`value` in the dtype of `o`."""
+        """`value` converted to the dtype of `o`."""
         return f"{value}.to({self.params.pointer(o.name)}.dtype.element_ty)"
 
     def zeros(self, label: str, rows: int, o: Operand) -> None:
-        """Begin a total of `rows` heads like those of `o`."""
+        """Declare a zero total of `rows` heads like those of `o`."""
         for part in self.parts(o):
             self.out.add(f"{label}{part.suffix} = tl.zeros([{rows}, {part.padded}], tl.float32)")
 
     def _place(self, o: Operand, rows: str, dim: Dim, turned: bool, part: Part) -> tuple[str, str]:
-        """The offsets of a tile in its matrix, and the mask of what is inside the matrix; "" where all is."""
+        """The offsets of a tile in its matrix, and the mask of elements inside the matrix; "" if all are."""
         first, second = ("[None, :]", "[:, None]") if turned else ("[:, None]", "[None, :]")
         column = f"tl.arange(0, {part.padded}){second}"
         column = f"({column} + {part.first})" if part.first else column
@@ -217,23 +220,24 @@ class AttentionNest(Nest):
         return at, " & ".join(masks)
 
     def number_of(self, label: str, o: Operand, dim: Dim, missing: str) -> None:
-        """Load a number for each row of `dim`, laid out like it: `o` is [B, H, rows]."""
+        """Load a number for each row of `dim`, laid out like it; `o` is [B, H, rows]."""
         b, h = self.axis["b"], self.axis["h"]
         at = f"{b} * {self.stride(o, 0)} + {h} * {self.stride(o, 1)} + {dim.name} * {self.stride(o, 2)}"
         options = "" if dim.name in self.whole else f", m{dim.name}, other={missing}"
         self.out.add(f"{label} = tl.load({self.params.pointer(o.name)} + ({at}){options})")
 
     def inner(self, name: str, o: Operand, a: str, b: str) -> None:
-        """`name`: the product of tiles `a` and `b` over the elements of heads like those of `o`.
+        """Declare `name`, the product of tiles `a` and `b` over the elements of a head like those of `o`.
 
-        `a` and `b` hold "{}" where the part of the heads stands.
+        `a` and `b` contain "{}" in place of the suffix of the head's part.
         """
         for part in self.parts(o):
             total = name if part.first else ""
             self.out.add(f"{name} = {self._dot(a.format(part.suffix), b.format(part.suffix), total)}")
 
     def outer(self, name: str, o: Operand, a: str, b: str, factor: str = "") -> None:
-        """Add to the total `name`, times `factor`, the product of the tile `a` and heads `b`, as in `inner`."""
+        """Multiply the total `name` by `factor` and add the product of the tile `a` and heads `b`; "{}" as in
+        `inner`."""
         for part in self.parts(o):
             total = f"{name}{part.suffix}"
             self.out.add(f"{total} = {self._dot(a, b.format(part.suffix), total + factor)}")
@@ -242,7 +246,8 @@ class AttentionNest(Nest):
         return f"tl.dot({a}, {b}, {f'{total}, ' if total else ''}input_precision='{self.precision}')"
 
     def reciprocal(self, row: Row) -> str | None:
-        """The factor for a division by a constant: one more rounding, as small as those of the product before it."""
+        """The factor for a division by a constant: it adds one rounding error, as small as those of the product
+        before."""
         divisor = self.plan.rows[row.args[1]]
         if divisor.op != "const" or divisor.dtype is not torch.float32:
             return None
@@ -251,15 +256,16 @@ class AttentionNest(Nest):
 
     # -- rows of a tile ----------------------------------------------------------------------------------------------
     def behind(self, *roots: int) -> list[int]:
-        """The rows that `roots` need, in order."""
+        """The rows that `roots` depend on, in order."""
         return behind(self.plan.rows, *roots)
 
     def needs(self, n: int, role: str) -> bool:
-        """Whether row `n` depends on the stand-in `role`."""
+        """Whether row `n` depends on a load that stands for `role`."""
         return any(self.rows.given.get(m) == role for m in self.behind(n))
 
     def put(self, rows: Sequence[int], known: set[int], score: str, gradient: str = "") -> None:
-        """The statements of rows that are not `known` yet, which then are."""
+        """Emit the rows that are not in `known`, and add them to it. `score` and `gradient` are their values in this
+        tile."""
         dtype = {torch.int32: "tl.int32", torch.int64: "tl.int64"}
         for n in rows:
             if n in known:
@@ -277,12 +283,12 @@ class AttentionNest(Nest):
                 )  # fmt: skip
                 self.out.add(f"t{n} = {text}")
             elif n == self.rows.mod and self.rows.scaled is not None:
-                self.out.add(f"t{n} = {score}")  # its factor comes with that of the logarithm
+                self.out.add(f"t{n} = {score}")  # its factor is combined with that of the logarithm
             else:
                 self.emit(n)
 
     def ahead(self, roots: Sequence[int], roles: str) -> set[int]:
-        """Emit the rows of `roots` that depend on no index but `roles`; returns them. Before the loop."""
+        """Emit, before the loop, the rows of `roots` that depend on no index except `roles`; returns them."""
         out: set[int] = set()
         fixed = {self.rows.axes[r].sym for r in ROLES if r not in roles}
         for n in self.behind(*roots):
@@ -294,12 +300,13 @@ class AttentionNest(Nest):
 
     @property
     def factor(self) -> float:
-        """What makes of the row `mod` or `masked` an exponent of two."""
+        """The factor that turns the row `mod` or `masked` into an exponent of two."""
         return LOG2E * (1.0 if self.rows.scaled is None else self.rows.scaled)
 
-    # -- walks -------------------------------------------------------------------------------------------------------
+    # -- loops over blocks -------------------------------------------------------------------------------------------
     def walk(self, dim: Dim, block: str, body: Callable[[bool], None], b: str, h: str) -> None:
-        """`body(masked)` for each tile along `dim`, which begins at `start`; `block` is the tile's row of blocks."""
+        """A loop that runs `body(masked)` for each tile along `dim`, at offset `start`; `block` is the tile's row of
+        blocks."""
         if self.lists is None:
             self.out.open(f"for start in tl.range(0, {self.size(dim.size)}, {dim.block})")
             body(True)
@@ -324,7 +331,7 @@ class AttentionNest(Nest):
             self.out.close()
 
     def _listed_at(self, o: Operand, b: str, h: str) -> str:
-        """The offset of a list's batch and head, where one may stand for all."""
+        """The offset of a list's batch and head; a size of 1 is broadcast."""
         parts = []
         for dim, (value, full) in enumerate(((b, self.sizes["b"]), (h, self.sizes["h"]))):
             own = o.size[dim]
@@ -339,7 +346,7 @@ class AttentionNest(Nest):
         return " + ".join(parts) or "0"
 
     def open_dim_at(self, d: Dim, start: str) -> None:
-        """The variables of a tile's dim: `{d}r` without dims, `{d}` laid out, the axis, the mask."""
+        """Declare the variables of a tile's dim: `{d}r` without dims, `{d}` laid out, the axis, the mask."""
         index = "[:, None]" if d is self.layout.dims[0] else "[None, :]"
         self.out.add(f"{d.name}r = {start} + tl.arange(0, {d.block})")
         self.out.add(f"{d.name} = {d.name}r{index}")
@@ -348,7 +355,7 @@ class AttentionNest(Nest):
         self.out.add(f"{d.axes[0].sym.name} = {d.name}")
 
     def open_heads(self, per: Dim, heads: Expr, b: str, h: str, last_first: bool) -> None:
-        """Take the program's number apart: block of `per`, head, batch."""
+        """Split the program's number into a block along `per`, a head and a batch."""
         wide = ".to(tl.int64)" if self.bits == 64 else ""
         n = self.params.number(blocks(per.size, per.block), self.bits, "n_blocks")
         self.out.add(f"pid = tl.program_id(0){wide}")
@@ -357,13 +364,13 @@ class AttentionNest(Nest):
         self.out.add(f"{b} = pid // ({n} * {self.size(heads)})")
 
     def closed(self, units: Expr, work: Expr) -> Function:
-        """The finished function."""
+        """The finished function, with its work and pipeline stages."""
         made = self.close_function(self.name, units)
         return dataclasses.replace(made, work=work, stages=self.tile.stages)
 
 
 def write_forward(nest: AttentionNest) -> Function:
-    """The results, and where asked the logarithms of sums: out[b, h, q] = Σ softmax(score)[k] · v[k]."""
+    """The results, and if asked, the logarithms of sums: out[b, h, q] = Σ softmax(score)[k] · v[k]."""
     rows, add = nest.rows, nest.out.add
     q, k, v, o = (nest.operands[n] for n in ("q", "k", "v", "out"))
     b, h = nest.axis["b"], nest.axis["h"]
@@ -411,7 +418,7 @@ def write_forward(nest: AttentionNest) -> Function:
 
 
 def _row_of_blocks(nest: AttentionNest, dim: Dim) -> str:
-    """The number of the row of blocks that a program's tile is in."""
+    """The number of the row of blocks that contains a program's tile."""
     if nest.lists is None:
         return "0"
     size = nest.lists.rows if dim is nest.y else nest.lists.columns
@@ -495,14 +502,14 @@ def write_key_gradient(nest: AttentionNest) -> Function:
 
 
 def _rows_of_queries(nest: AttentionNest) -> None:
-    """The logarithm of the sum and `delta` of each query."""
+    """Load the logarithm of the sum and `delta` of each query."""
     nest.number_of("sums", nest.operands["sums"], nest.y, "float('inf')")
     nest.number_of("delta", nest.operands["delta"], nest.y, "0.0")
-    nest.out.add("sums = tl.where(sums == float('-inf'), float('inf'), sums)")  # nothing is attended to: no weight
+    nest.out.add("sums = tl.where(sums == float('-inf'), float('inf'), sums)")  # no key is attended to: weights are 0
 
 
 def _gradient_of_score(nest: AttentionNest, masked: bool, known: set[int]) -> None:
-    """`weight` and `slope`, the gradient of the score before its scale, of a tile with `score` and `above`."""
+    """Declare `weight` and `slope`, the gradient of the score before scaling, for a tile with `score` and `above`."""
     rows, add = nest.rows, nest.out.add
     seen = set(known)
     row, gradient = (rows.masked, rows.masked_gradient) if masked else (rows.mod, rows.gradient)

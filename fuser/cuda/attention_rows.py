@@ -1,7 +1,7 @@
-"""The rows behind a score of attention: which of a plan's loads stand for scores and indices, and which are results.
+"""The rows of a score modification: which loads of a plan stand for scores and indices, and which rows are results.
 
-The lowering knows an input `score` with dims for batch, head, query and key, of which come the modified score and the
-masked one, and with another input `gradient` the gradient of the score. Inputs for the four indices stand beside them.
+The lowering sees an input `score` with dims for batch, head, query and key, from which it computes the modified score
+and the masked one; with an input `gradient`, also the gradient of the score. Inputs for the four indices are added.
 All have the sizes of the scores, so that every row is in one kernel; `fuser.cuda.attention` computes the scores.
 """
 
@@ -26,14 +26,14 @@ ROLES = "bhqk"
 
 @dataclass(frozen=True)
 class ScoreRows:
-    """The plan of the rows behind a score: which rows are loads of a stand-in, and which are results.
+    """The plan of a score's rows: which rows are loads of stand-in inputs, and which are results.
 
-    `scaled`: `mod` is the score times this number, and nothing else. `guards`: what the plan relies on.
+    `scaled`: the number if `mod` is only the score times a number. `guards`: relations that the plan depends on.
     """
 
     plan: KernelPlan
     axes: dict[str, Axis]  # by role
-    given: dict[int, str]  # the stand-in's name by load
+    given: dict[int, str]  # the stand-in's name for each load
     mod: int
     masked: int
     gradient: int
@@ -43,17 +43,17 @@ class ScoreRows:
 
     @property
     def reads_matrix(self) -> bool:
-        """Whether rows load a tensor that has an element of its own for each query and key, such as a bias."""
+        """Whether rows load a tensor with an element for each pair of query and key, such as a bias."""
         q, k = (self.axes[role].sym for role in "qk")
         loads = (r.attr[1][0] for n, r in enumerate(self.plan.rows) if r.op == "load" and n not in self.given)
         return any(coefficient(at, k) == expr(1) and q in symbols(at) for at in loads)
 
 
 def read_rows(lowered: Lowered, schedule: Schedule, stand_ins: dict[str, int], results: Sequence[str]) -> ScoreRows:
-    """The rows of a schedule. `stand_ins` are the numbers of the inputs that stand for scores, indices and gradients.
+    """The rows of a schedule. `stand_ins` are the numbers of the inputs for scores, indices and gradients.
 
-    `results` says which numbers the output adds up, so that all their rows are in one kernel. Unsupported where the
-    rows are more than one elementwise kernel.
+    `results` names the numbers whose sum is the output, which keeps their rows in one kernel. Unsupported if the rows
+    need more than one elementwise kernel.
     """
     if len(schedule.plans) != 1 or schedule.plans[0].reductions or schedule.plans[0].ordered is not None:
         raise Unsupported("a score modification takes several kernels")
@@ -95,7 +95,7 @@ def read_rows(lowered: Lowered, schedule: Schedule, stand_ins: dict[str, int], r
 
 
 def behind(rows: Sequence[Row], *roots: int) -> list[int]:
-    """The rows that `roots` need, in order."""
+    """The rows that `roots` depend on, in order."""
     seen: set[int] = set()
     pending = list(roots)
     while pending:
@@ -109,9 +109,10 @@ def behind(rows: Sequence[Row], *roots: int) -> list[int]:
 def _without_checks(
     plan: KernelPlan, axes: dict[str, Axis], given: dict[int, str], sizes: dict[str, Expr], hint: Callable[[Expr], int]
 ) -> tuple[KernelPlan, tuple[Guard, ...]]:
-    """The plan in which an index of a score is a captured tensor's index without a check, where that is large enough.
+    """The plan without bounds checks where a score's index selects from a captured tensor that is large enough.
 
-    Addresses are then those of neighbours, which are loaded at once. The guards say that the tensor is large enough.
+    Addresses of neighbours are then contiguous, and are loaded at once. The guards check that the tensor is large
+    enough.
     """
     known: dict[Sym, Expr] = {}
     guards: dict[Guard, None] = {}
@@ -137,7 +138,8 @@ def _without_checks(
 
 
 def _along_own_axes(plan: KernelPlan, axes: dict[str, Axis], given: dict[int, str]) -> KernelPlan:
-    """The plan in which an index varies along its own axis alone, and what is computed of it only along those."""
+    """The plan in which an index varies along its own axis alone, and rows computed from it only along those of their
+    inputs."""
     syms = {a.sym for a in plan.axes}
     varies: list[frozenset[Sym]] = []
     for n, row in enumerate(plan.rows):
@@ -155,7 +157,7 @@ def _along_own_axes(plan: KernelPlan, axes: dict[str, Axis], given: dict[int, st
 
 
 def _summands(plan: KernelPlan, lowered: Lowered, count: int) -> list[int]:
-    """The rows of the `count` numbers whose sum the only output is, the last one added last."""
+    """The rows of the `count` numbers whose sum is the only output, in the order of addition."""
     kind, name = lowered.outputs[0]
     stored = [s.row for s in plan.stores if kind == "buffer" and s.buffer == name]
     if len(stored) != 1 or len(lowered.outputs) != 1:
@@ -171,7 +173,7 @@ def _summands(plan: KernelPlan, lowered: Lowered, count: int) -> list[int]:
 
 
 def _scale(rows: Sequence[Row], n: int, given: dict[int, str]) -> float | None:
-    """The number by which row `n` multiplies the score, if that is all it does."""
+    """The number by which row `n` multiplies the score; None if it does anything else."""
     if given.get(n) == "score":
         return 1.0
     if rows[n].traits.sign != "*":

@@ -1,4 +1,4 @@
-"""The sources of attention kernels: a graph of scores, examples of all tensors, and tiles → Triton and its launches."""
+"""The sources of attention kernels: from a graph of scores, example tensors and tiles to Triton and its launches."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from fuser.reasons import because
 from fuser.scheduler.schedule import schedule
 
 STAND_INS = ("score", "b", "h", "q", "k", "gradient")
-_SIZES = (3, 5, 7, 11)  # of the stand-ins: told apart by their strides
+_SIZES = (3, 5, 7, 11)  # sizes of the stand-ins; their strides tell them apart
 _STRIDES = (100003, 10007, 1009, 101)
 _LEAST_BLOCK = 16
-HEADS = ("q", "k", "v", "grad")  # tensors of [batch, heads, rows, elements of a head]
+HEADS = ("q", "k", "v", "grad")  # tensors of shape [batch, heads, rows, elements of a head]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What kernels are asked for. `others` are the names of the tensors before those that the rows read.
+    """A request for kernels. `others` are the names of the tensors before those that the rows read.
 
-    `masks`: the graph has a masked score beside the modified one. `block`: scores of a block along queries and keys,
-    or None where one block is everything. `sums`: the forward direction stores the logarithms of sums.
+    `masks`: the graph has a masked score beside the modified one. `block`: the sides of a mask's block along queries
+    and keys; None if one block is everything. `sums`: the forward kernel stores the logarithms of sums.
     """
 
     others: tuple[str, ...]
@@ -62,7 +62,7 @@ class Asked:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """What the outputs of the graph are."""
+        """The outputs of the graph, by name."""
         names: tuple[str, ...] = ("mod", "masked") if self.masks else ("mod",)
         if self.gradient:
             names += ("gradient", "masked_gradient") if self.masks else ("gradient",)
@@ -70,7 +70,7 @@ class Asked:
 
 
 def forward_tile(dtype: torch.dtype, head: int, matrix: bool = False) -> AttentionTile:
-    """The tile of the forward direction for heads of at most `head` elements: the fastest of a dozen on an H200.
+    """The tile of the forward kernel for heads of at most `head` elements: the fastest of a dozen on an H200.
 
     `matrix`: the rows load a number for each score.
     """
@@ -98,7 +98,7 @@ def gradient_tiles(dtype: torch.dtype, head: int) -> tuple[AttentionTile, Attent
 
 
 def fitted(tile: AttentionTile, block: tuple[int, int] | None, halvings: int) -> AttentionTile:
-    """`tile` halved so often, and so that its sides divide a block. Unsupported where that leaves too little."""
+    """`tile` halved `halvings` times, with sides that divide a block. Unsupported if a side becomes too small."""
     queries, keys, stages = tile.queries, tile.keys, tile.stages
     for _ in range(halvings):
         stages = max(stages - 1, 1)
@@ -113,9 +113,10 @@ def fitted(tile: AttentionTile, block: tuple[int, int] | None, halvings: int) ->
 def make_source(
     graph: CanonicalGraph, asked: Asked, examples: Sequence[Any], numerics: str = "fast"
 ) -> fused_kernel.Source:  # fmt: skip
-    """The kernels for tensors like `examples`: those of `asked.others`, then what the rows of `graph` read.
+    """The kernels for tensors like `examples`: those of `asked.others`, then the tensors that the rows of `graph`
+    read.
 
-    Their results are the attention's, and the logarithms to base 2 of the sums if asked, or the three gradients.
+    Their results are those of attention, and if asked, the logarithms to base 2 of sums; or the three gradients.
     Raises Unsupported.
     """
     q, k, v = examples[:3]
@@ -135,14 +136,15 @@ def make_source(
 
 
 def _stand_in(name: str, wide: bool) -> torch.Tensor:
-    """An example of all scores, or of an index of each: no row then has fewer loops, in a kernel of its own."""
+    """An example of all scores, or of an index of each. It has all dims, so no row gets fewer loops and a kernel of
+    its own."""
     index = torch.int64 if wide else torch.int32
     dtype = torch.float32 if name in ("score", "gradient") else index
     return torch.empty_strided(_SIZES, _STRIDES, dtype=dtype, device="meta")
 
 
 def _forget(lowered: Lowered, kept: int) -> None:
-    """Drop the stand-ins, and what was found out about their sizes."""
+    """Remove the stand-ins from the inputs, with all facts and guards about their sizes."""
     own = {s for s in lowered.ctx.hints if any(s.name.startswith(f"x{n}_") for n in range(kept, len(lowered.inputs)))}
     lowered.inputs[:] = lowered.inputs[:kept]
     for s in [s for s, e in lowered.ctx.facts.items() if s in own or own & set(symbols(e))]:
@@ -202,7 +204,7 @@ def _operand(lowered: Lowered, number: int) -> Operand:
 
 
 def _results(lowered: Lowered, operands: dict[str, Operand], asked: Asked) -> dict[str, Operand]:
-    """What the kernels make: dense tensors whose dims are in memory in the order of those that eager follows."""
+    """The kernels' results: dense tensors whose dims have the memory order of the tensors that eager follows."""
     q, k, v = (operands[name] for name in "qkv")
 
     def like(number: str, o: Operand, size: tuple[Expr, ...]) -> Operand:

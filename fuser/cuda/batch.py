@@ -1,7 +1,7 @@
-"""One launch for many argument sets of a kernel: the same text, with arguments that a table on the device holds.
+"""One launch for many argument sets of a kernel: the same text, with arguments read from a table on the device.
 
-The table is of 64-bit words, written by the launcher: for each set the first of its programs (`SETS` words, the rest of
-them larger than any program's number), then its arguments, in order. A program finds its set by its number.
+The launcher writes the table, in 64-bit words: the number of each set's first program (`SETS` words; unused ones are
+larger than any program's number), then the arguments of each set, in order. A program finds its set by its number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fuser.cuda.nest import Function
 from fuser.cuda.text import Param
 from fuser.cuda.tiles import VECTOR
 
-SETS = 128  # to a launch; native/batch.h has the same number (kMembers)
+SETS = 128  # of a launch; native/batch.h has the same number (kMembers)
 TABLE = Param("table", "pointer", "", "*i64", VECTOR)
 _NAMES = {f"*{kind}": name for kind, name in (
     ("fp16", "tl.float16"), ("bf16", "tl.bfloat16"), ("fp32", "tl.float32"), ("fp64", "tl.float64"),
@@ -22,7 +22,7 @@ _NAMES = {f"*{kind}": name for kind, name in (
 
 
 def batched(f: Function) -> Function:
-    """The kernel `f` for up to `SETS` argument sets; its parameters are the table alone."""
+    """The kernel `f` for up to `SETS` argument sets; its only parameter is the table."""
     head, body = f.text.split("):\n", 1)
     assert head.startswith("@triton.jit\ndef ") and "tl.program_id(1)" not in body
     lines = [

@@ -1,4 +1,4 @@
-"""What a binary takes of a multiprocessor, read from its ELF file: no GPU and no disassembler is needed."""
+"""The resources that a binary takes of a multiprocessor, read from its ELF file without GPU or disassembler."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from fuser.lazy_dataclasses import dataclass
 
 _REGISTERS, _FRAME = 0x2F, 0x11  # attributes of .nv.info: (symbol, registers), (symbol, bytes of stack)
-_SIZED = 0x04  # the format of an attribute whose value follows it
+_SIZED = 0x04  # the format of an attribute that has a value behind it
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Registers of a thread, and the bytes of its stack, which is where registers spill to."""
+    """Registers of a thread, and the bytes of its stack, to which registers spill."""
 
     registers: int
     stack: int
 
 
 def usage(cubin: bytes) -> Usage:
-    """What the kernel of a binary takes. Zeros for a file that is not understood."""
+    """The resources of a binary's kernel. Zeros if the file's format is unknown."""
     registers = stack = 0
     try:
         for attribute, value in _attributes(cubin):
@@ -34,7 +34,7 @@ def usage(cubin: bytes) -> Usage:
 
 
 def _attributes(cubin: bytes) -> Iterator[tuple[int, bytes]]:
-    """(attribute, value) of the section .nv.info."""
+    """The (attribute, value) pairs of the section .nv.info."""
     if cubin[:5] != b"\x7fELF\x02":
         return
     (start,) = struct.unpack_from("<Q", cubin, 0x28)

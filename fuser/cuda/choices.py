@@ -1,4 +1,4 @@
-"""Races on a GPU, and their choices kept on disk: good for one device, one pair of versions, one class of inputs."""
+"""Races on a GPU. Their choices are kept on disk, for one device, one pair of versions and one class of inputs."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from fuser.cuda import toolchain
 
 ROUNDS = 15
 _FLUSH_BYTES = 1 << 28  # more than any cache
-_racing = forks.lock()  # kernels are compiled in many threads, and race alone
+_racing = forks.lock()  # kernels are compiled in many threads, but only one race runs at a time
 
 
 def name_of(*parts: Any) -> str:
-    """The name of a choice: what it is about, on this device with these versions."""
+    """The name of a choice: its subject, the device and the versions."""
     device = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     return records.name_of(device, torch.version.cuda, toolchain.triton_version(), *parts)
 
 
 def find(name: str) -> Choice | None:
-    """An earlier choice; None if there is none that can be read."""
+    """An earlier choice; None if there is none or it cannot be read."""
     return records.find(name, toolchain.cache_folder())
 
 
 def keep(name: str, choice: Choice) -> None:
-    """Remember a choice here and on disk."""
+    """Store a choice in this process and on disk."""
     records.keep(name, choice, toolchain.cache_folder())
 
 
 def race(runs: Mapping[str, Callable[[], Any]], incumbent: str, failed: Sequence[tuple[str, str]] = ()) -> Choice:
-    """Time `runs` on the current device, turn by turn, each with the cache flushed before.
+    """Time `runs` on the current device in turns, each with the cache flushed before.
 
     All run once before that, while others may race: a first call compiles kernels, which may have races of their own.
     """

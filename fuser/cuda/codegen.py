@@ -1,15 +1,15 @@
 """Triton for a kernel plan: returns strings, imports no Triton and needs no GPU.
 
-A program computes a tile of one or two dims. Each dim runs over some axes of the plan, taken together as one number:
+A program computes a tile of one or two dims. Each dim runs over some axes of the plan, numbered as one:
 
-- *pointwise*: the vector axis, and all other axes; or, where an operand is transposed, the two axes along which memory
-  runs; or everything at once.
-- *row*: results, and the reduced axes, which memory runs along.
+- *pointwise*: the vector axis and all other axes; if an operand is transposed, the two axes along which memory is
+  contiguous; or all axes as one.
+- *row*: results, and the reduced axes, along which memory is contiguous.
 - *column*: neighbouring results, and the reduced axes.
-- *walk*: rows one after the other, and columns, where both are reduced (`joined.py`).
+- *walk*: rows in turn, and columns, if both are reduced (`joined.py`).
 
-Short reduced axes are held in registers whole, so every phase sees the same loads. Longer ones are looped over, once
-for each phase. Axes that no dim covers are digits of the program's number.
+Short reduced axes are held whole in registers, so every phase uses the same loads. Longer ones have a loop for each
+phase. Axes that no dim covers are digits of the program's number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEAD = "import triton\nimport triton.language as tl\nfrom triton.language.extra 
 
 @dataclass(frozen=True)
 class Generated:
-    """The functions of one plan, in launch order, the temporaries they share, and what their choices rest on."""
+    """The functions of one plan in launch order, the temporaries they share, and the guards of their tile choices."""
 
     functions: tuple[Function, ...]
     partials: tuple[Partial, ...]
@@ -41,7 +41,7 @@ class Generated:
 
 
 def generate(plan: KernelPlan, name: str, ctx: Context) -> Generated:
-    """Triton functions for `plan`. Unsupported for what has none."""
+    """Triton functions for `plan`. Unsupported if the plan has no Triton form."""
     if plan.ordered is not None:
         write = write_scan if plan.ordered.kind == "scan" else write_scatter
         return Generated(*write(plan, name, ctx))
@@ -52,7 +52,7 @@ def generate(plan: KernelPlan, name: str, ctx: Context) -> Generated:
 
 
 def generate_joined(joined: Joined, name: str, ctx: Context) -> Generated | None:
-    """Triton functions for two plans that one pass over memory serves; None where they had better run one by one."""
+    """Triton functions for two plans that share one pass over memory; None if they are better run one by one."""
     walk = fits(joined, ctx)
     return Generated(*write_joined(joined, walk, name, ctx)) if walk is not None else None
 

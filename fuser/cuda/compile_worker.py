@@ -1,7 +1,7 @@
 """A process that runs Triton's compiler, one kernel after another: a request and its answer are each a line of JSON.
 
-`pool.py` starts it as a script: nothing of the package is imported, nor torch. It ends when nobody asks for a while,
-when its memory has grown, and when the process that started it has ended, however that was.
+`pool.py` starts it as a script: it imports neither the package nor torch. It ends when no request comes for a while,
+when its memory has grown, or when the process that started it ends in any way.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 IDLE_SECONDS = 60.0
-MOST_BYTES = 2 << 30  # of memory, after which a new process goes on
+MOST_BYTES = 2 << 30  # of memory, from which a new process takes over
 
 
 def compile_one(request: dict[str, Any]) -> dict[str, Any]:
-    """The binary of a kernel, or why there is none. See `toolchain.Request` for what a request holds."""
+    """The binary of a kernel, or the error. `toolchain.Request` describes a request."""
     try:
         return _answer(request, _triton_compile(request))
     except Exception as e:
@@ -53,7 +53,7 @@ def _triton_compile(r: dict[str, Any]) -> Any:
     with _pairs_added_apart() as always:
         target = GPUTarget("cuda", r["capability"], 32)
         made = compile(source, target=target, options=options)
-        if _PAIR.search(made.asm["ptx"]):  # from Triton's own cache: made without the rewriting
+        if _PAIR.search(made.asm["ptx"]):  # from Triton's own cache: compiled without the rewriting
             always()
             made = compile(source, target=target, options=options)
     if _PAIR.search(made.asm["ptx"]):
@@ -69,17 +69,18 @@ _APART = (
 
 
 def add_pairs_apart(ptx: str) -> str:
-    """PTX whose additions of two 16-bit integers at once are two additions.
+    """PTX in which additions of two packed 16-bit integers are two scalar additions.
 
-    ptxas 12.8 and 12.9 lose the constant of `add.s16x2` on sm_90 where only the lower half of the sum is read: they
-    encode `VIADD.16x2 R, R, 0x0` whatever the constant is. LLVM writes such pairs for index arithmetic in small ranges.
+    ptxas 12.8 and 12.9 lose the constant of `add.s16x2` on sm_90 if only the lower half of the sum is read: they
+    encode `VIADD.16x2 R, R, 0x0` for any constant. LLVM emits such pairs for index arithmetic in small ranges.
     """
     return _PAIR.sub(lambda m: _APART.format(*m.groups()), ptx)
 
 
 @contextlib.contextmanager
 def _pairs_added_apart() -> Iterator[Callable[[], None]]:
-    """Rewrite Triton's PTX by `add_pairs_apart` in this block; the value makes Triton leave its own cache alone."""
+    """Rewrite Triton's PTX by `add_pairs_apart` in this block; the yielded function makes Triton bypass its own
+    cache."""
     from triton import knobs  # type: ignore[import-not-found,unused-ignore]
 
     runtime, compilation = knobs.runtime, knobs.compilation
@@ -87,7 +88,7 @@ def _pairs_added_apart() -> Iterator[Callable[[], None]]:
 
     def rewrite(*asked: Any) -> Any:
         found = hook(*asked) if hook is not None else None
-        if not asked:  # later Tritons ask for what the stages add to the keys of their cache
+        if not asked:  # later Tritons ask how the stages change the keys of their cache
             key, digest = found or ("", "")
             return f"{key} pairs apart", f"{digest} pairs apart"
         stages = asked[1]
@@ -127,18 +128,18 @@ def _answer(r: dict[str, Any], compiled: Any) -> dict[str, Any]:
 
 # -- the process -------------------------------------------------------------------------------------------------------
 def _watch(parent: int) -> None:
-    """End with the parent, and take along what the compiler started."""
+    """End with the parent, together with the processes that the compiler started."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
-    sys.path.pop(0)  # this folder, whose files are no modules of their own
+    """Answer requests until none comes for a while."""
+    sys.path.pop(0)  # this folder, whose files are not top-level modules
     threading.Thread(target=_watch, args=(int(sys.argv[1]),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the compiler prints is no answer
+    os.dup2(2, 1)  # the compiler prints to stderr, not into the answers
     while select.select([0], [], [], IDLE_SECONDS)[0]:
         line = sys.stdin.buffer.readline()
         if not line:

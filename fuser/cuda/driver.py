@@ -1,4 +1,4 @@
-"""NVIDIA's driver, through ctypes: finding it, loading kernels, launching them."""
+"""NVIDIA's driver through ctypes: finding it, loading kernels, launching them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _library() -> Any:
 
 
 def error_text(code: int) -> str:
-    """What the driver says of an error code."""
+    """The driver's text for an error code."""
     lib, text = _library(), ctypes.c_char_p()
     if lib is None or lib.cuGetErrorString(code, ctypes.byref(text)) or not text.value:
         return f"CUDA error {code}"
@@ -47,7 +47,7 @@ def _check(code: int, what: str) -> None:
 
 
 def why_not() -> str | None:
-    """None if kernels can be run, else what is missing."""
+    """None if kernels can run, else what is missing."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device here (torch.cuda.is_available() is False)"
     lib = _library()
@@ -67,7 +67,8 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A compiled kernel: its binary, bytes of shared memory, threads of a block, arguments after one's own (null)."""
+    """A compiled kernel: its binary, shared memory in bytes, threads of a block, and the number of null arguments at
+    the end."""
 
     name: str
     cubin: bytes
@@ -77,9 +78,9 @@ class Entry:
 
 
 class Library:
-    """Kernels in the driver. `entries` are their handles, good on every device and in every context.
+    """Kernels loaded in the driver. `entries` are their handles, valid on every device and in every context.
 
-    `batched` compiles them anew, for many argument sets to a launch (see `fuser.cuda.batch`).
+    `batched` compiles them for many argument sets in one launch (see `fuser.cuda.batch`).
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Library:
     def batch(self) -> tuple[int, ...]:
         """For each kernel, its form for many argument sets: handle, threads, bytes of shared memory, null arguments.
 
-        Empty where there is none: each call is a launch of its own then.
+        Empty if there is none: each call is then launched by itself.
         """
         try:
             parts = self._batched() if self._batched is not None else ()
@@ -130,7 +131,7 @@ class Library:
         return self.path
 
     def launch(self, step: int, units: int, values: Sequence[tuple[str, Any]], stream: int) -> int:
-        """Launch kernel `step` with arguments (kind, value); the driver's error code, 0 if all is well."""
+        """Launch kernel `step` with arguments (kind, value); returns the driver's error code, 0 for success."""
         cells: list[Any] = [_CELLS[kind](value) for kind, value in values]
         pointers = (ctypes.c_void_p * max(len(cells), 1))(*(ctypes.addressof(c) for c in cells))
         part = self.parts[step]
@@ -141,7 +142,7 @@ class Library:
         return code
 
     def failure(self, step: int, code: int, args: Sequence[Any]) -> str:
-        """The sentence about a launch that failed, or that found that a kernel before it had."""
+        """The sentence about a launch that failed, or that reported the failure of an earlier kernel."""
         described = ", ".join(_describe(a) for a in args)
         this = f"kernel {self.parts[step].name} ({self.path}) for ({described})"
         if code not in _WHILE_RUNNING:

@@ -1,4 +1,4 @@
-"""A lowered graph → Triton source → binaries → what the launcher runs."""
+"""Generation and compilation of a kernel: lowered graph → Triton source → binaries → launch program."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.schedule import Schedule
 
 _log = logging.getLogger(__name__)
-INT32 = 1 << 31  # addresses, counted in elements, that do not fit 32 bits
+INT32 = 1 << 31  # elements; offsets from this on do not fit 32 bits
 
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """One compiled variant of a fusion group. `library` holds its kernels in the driver, `source` is their text.
+    """One compiled variant of a fusion group. `library` holds its kernels in the driver; `source` is their text.
 
-    `made_of` are the sources that fit devices of `capability`.
+    `made_of` is the source whose kernels fit devices of `capability`.
     """
 
     name: str
@@ -53,10 +53,10 @@ class FusedKernel:
 
 @dataclass(frozen=True)
 class Source:
-    """Generated kernels and how to launch them; neither Triton nor a GPU was needed.
+    """Generated kernels and the program that launches them; no Triton or GPU is needed.
 
-    The steps of `program` have no block sizes yet: those come with the binaries. `lasting`: no other process would
-    choose other tiles.
+    The steps of `program` have no block sizes yet: those come with the binaries. `lasting`: any process would choose
+    the same tiles, so plans may keep the kernel.
     """
 
     name: str
@@ -66,14 +66,14 @@ class Source:
     numerics: str
     n_kernels: int
     reasons: tuple[tuple[str, str, str], ...]
-    owners: tuple[int, ...] = ()  # for each function, the number of its plan
-    # With smaller tiles, or others than the tables'; None: there are no others.
+    owners: tuple[int, ...] = ()  # the number of its plan for each function
+    # Generates the source with smaller tiles, or with a variant of the tables' tiles; None if there are no others.
     again: Callable[[Levels, tiles.Variant | None], Source] | None = field(default=None, compare=False)
     lasting: bool = True
 
 
 TABLES = tiles.Variant()
-Levels = Mapping[int, int]  # how many times the tiles of a plan are halved
+Levels = Mapping[int, int]  # number of a plan → how many times its tiles are halved
 Write = Callable[[KernelPlan, str, codegen.Context], codegen.Generated]
 
 
@@ -81,10 +81,10 @@ def generate(
     lowered: Lowered, plan: Schedule, single: bool, comment: str = "", write: Write = codegen.generate,
     levels: Levels = MappingProxyType({}), variant: tiles.Variant = TABLES,
 ) -> Source:  # fmt: skip
-    """Triton for all kernels of a schedule; `write` makes the functions of one plan."""
+    """Triton for all kernels of a schedule; `write` generates the functions of one plan."""
     ctx = lowered.ctx
     tensors = [(f"in{i}", r) for i, r in enumerate(lowered.inputs) if isinstance(r, TensorInput)]
-    unaligned = {name for name, r in tensors if not r.aligned or not r.size}  # one number lies anywhere
+    unaligned = {name for name, r in tensors if not r.aligned or not r.size}  # a single number may be at any address
     builder = ProgramBuilder(lowered)
     builder.bind_inputs()
     builder.add_buffers(plan.buffers)
@@ -118,7 +118,7 @@ def generate(
 def _written(
     plan: Schedule, context: codegen.Context, write: Write, levels: Levels, comment: str
 ) -> Iterator[tuple[int, codegen.Generated]]:
-    """The functions of each plan by its number, or of two that run together by that of the first."""
+    """The functions of each plan with its number; those of a joined pair have the number of the first."""
     both: codegen.Generated | None = None
     for number, kernel in enumerate(plan.plans):
         if both is not None:
@@ -136,20 +136,20 @@ def _written(
 
 
 def _does_nothing(plan: KernelPlan) -> bool:
-    """Whether a kernel makes no element, whatever the sizes are. Addresses along an extent of 0 vary along no axis."""
+    """Whether a kernel computes no element for any sizes. Addresses along an axis of size 0 vary along no axis."""
     scanned = plan.ordered is not None and plan.ordered.how in SCANS
     return any(a.size.as_int() == 0 for a in plan.axes if scanned or not a.reduced)
 
 
 def _is_rough(lowered: Lowered) -> bool:
-    """Whether all floating results are halves, so that errors of a few units of float32 are rounded away."""
+    """Whether all floating results are 16-bit floats, so that errors of a few float32 units are rounded away."""
     outputs = {name for kind, name in lowered.outputs if kind == "buffer"}
     floats = [b.dtype for b in lowered.ctx.buffers if b.name in outputs and b.dtype.is_floating_point]
     return lowered.ctx.numerics == "fast" and bool(floats) and all(d.itemsize == 2 for d in floats)
 
 
 def is_wide(builder: ProgramBuilder, made: Sequence[tuple[Sequence[Expr], Sequence[Expr]]]) -> bool:
-    """Whether addresses need 64 bits, for the inputs and the sizes and strides `made`; guards the answer."""
+    """Whether addresses of the inputs, and of the sizes and strides `made`, need 64 bits; the answer is guarded."""
     spans = _spans(builder.lowered, made)
     if any(builder.ctx.hint(e) >= INT32 for e in spans):
         return True
@@ -160,7 +160,7 @@ def is_wide(builder: ProgramBuilder, made: Sequence[tuple[Sequence[Expr], Sequen
 
 
 def _spans(lowered: Lowered, made: Sequence[tuple[Sequence[Expr], Sequence[Expr]]]) -> list[Expr]:
-    """Bounds of the addresses of all memory, in elements, each once."""
+    """Distinct upper bounds of the addresses of all tensors, in elements."""
     ctx: LoweringContext = lowered.ctx
     tensors: list[tuple[Sequence[Expr], Sequence[Expr]]] = [
         (r.size, r.stride) for r in lowered.inputs if isinstance(r, TensorInput)
@@ -180,7 +180,7 @@ def _spans(lowered: Lowered, made: Sequence[tuple[Sequence[Expr], Sequence[Expr]
 
 
 def launches(builder: ProgramBuilder, functions: Sequence[codegen.Function]) -> list[Step]:
-    """A step for each function, in order."""
+    """A step of the launch program for each function, in order."""
     gpu = [GpuLaunch(0, 0, tuple(_argument(builder, p) for p in f.params)) for f in functions]
     return [builder.step(f.name, f.units, f.work, expr(0), g) for f, g in zip(functions, gpu)]
 
@@ -192,7 +192,7 @@ def _argument(builder: ProgramBuilder, p: Param) -> tuple[str, object]:
 
 
 def compile_source(source: Source) -> FusedKernel:
-    """Compile for the current device, or take earlier binaries from disk, and load them. Raises CompileError."""
+    """Compile a source for the current device, or take binaries from disk, and load them. Raises CompileError."""
     capability = driver.capability(torch.cuda.current_device())
     lasting = source.lasting
     source, entries = fitting(source, capability)
@@ -212,7 +212,7 @@ def compile_entries(source: Source, capability: int) -> tuple[driver.Entry, ...]
 
 
 def batched_source(source: Source) -> tuple[str, tuple[codegen.Function, ...]]:
-    """The text and functions of kernels that take many argument sets."""
+    """The text and functions of the kernels for many argument sets."""
     return _batched_text(source.functions, source.name)
 
 
@@ -222,14 +222,14 @@ def _batched_text(functions: Sequence[codegen.Function], name: str) -> tuple[str
 
 
 def compile_batched(source: Source, capability: int) -> tuple[driver.Entry, ...]:
-    """The binaries of all kernels for many argument sets, made when they are first asked for. Raises CompileError."""
+    """The binaries of all kernels for many argument sets, compiled at the first request. Raises CompileError."""
     return batched_entries(source.functions, source.name, source.numerics, capability)
 
 
 def batched_entries(
     functions: Sequence[codegen.Function], name: str, numerics: str, capability: int
 ) -> tuple[driver.Entry, ...]:
-    """The same for the functions of a source of this name."""
+    """The binaries for many argument sets of the functions of the source `name`. Raises CompileError."""
     text, made = _batched_text(functions, name)
     entries = toolchain.compile_all([toolchain.request(text, f, capability, numerics) for f in made])
     for e in entries:
@@ -240,12 +240,12 @@ def batched_entries(
 
 SHARED = {70: 98304, 75: 65536, 80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}
 LEAST_SHARED = 101376  # bytes that a block may take on all other devices
-MOST_STACK = 64  # bytes of a thread's stack, where registers spill to
+MOST_STACK = 64  # most bytes of a thread's stack, to which registers spill
 MOST_RETRIES = 3
 
 
 def why_unfit(entry: driver.Entry, capability: int) -> str | None:
-    """Why a binary does not run well, or not at all, on devices of `capability`."""
+    """The reason why a binary does not run well, or not at all, on devices of `capability`; None if it fits."""
     most = SHARED.get(capability, LEAST_SHARED)
     if entry.shared > most:
         return because("compiler", f"takes {entry.shared} bytes of shared memory, where a block has {most}")
@@ -282,7 +282,7 @@ def _log_once(text: str) -> None:
 
 
 def with_entries(program: LaunchProgram, entries: tuple[driver.Entry, ...]) -> LaunchProgram:
-    """`program` with the block sizes and the further arguments of its binaries."""
+    """`program` with the block sizes and null arguments of its binaries."""
     steps = []
     for step, entry in zip(program.steps, entries, strict=True):
         assert step.gpu is not None

@@ -1,11 +1,11 @@
-"""CUDA graphs for compiled callables: the second call of a class of inputs records, later ones replay.
+"""CUDA graphs for compiled callables: the second call of a class of inputs records, later calls replay.
 
-A replay reads and writes the same memory as the recording did. So inputs are copied into memory of the recording's own,
-except those that stay where they are from call to call: parameters, inputs that the callable itself writes to, and what
-a forward's recording saved for its backward. Those are recorded where they lie; a call that brings them elsewhere
-needs a recording of its own. And a recording whose earlier results somebody still holds is not replayed; another one
-is made, up to a bound, beyond which calls run as they would without graphs. Each recording has a memory pool of its
-own: in a shared one, the temporaries of one replay might lie where another's results still are.
+A replay reads and writes the same memory as the recording did. So inputs are copied into the recording's own memory,
+except those whose address does not change between calls: parameters, inputs that the callable itself writes to, and
+tensors that a forward's recording saved for its backward. Those are recorded in place; a call with other addresses
+needs a recording of its own. A recording is not replayed while results of its earlier replay are referenced; another
+one is made, up to a bound, beyond which calls run without graphs. Each recording has its own memory pool: in a shared
+one, a replay's temporaries might overwrite another's results.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.runtime.background import COMPILERS
 
 settings: Any = config  # its attributes are made from a table
-MOST_RECORDINGS = 8  # of one callable, all classes of inputs together
-MOST_CLASSES = 64  # that are remembered
+MOST_RECORDINGS = 8  # of one callable, over all classes of inputs
+MOST_CLASSES = 64  # most classes that are remembered
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device)
 DEVICE = "cuda"
@@ -35,13 +35,13 @@ Places = tuple[int, ...]
 
 
 def _references(t: torch.Tensor) -> int:
-    """How many tensors and other holders share the memory of `t`."""
+    """The number of tensors and other owners that share the storage of `t`."""
     count: int = torch._C._storage_Use_Count(_memory(t))  # type: ignore[attr-defined,unused-ignore]
     return count
 
 
 def _memory(t: torch.Tensor) -> int:
-    """What tells a tensor's memory from that of others while it lives."""
+    """An identity of a tensor's storage, unique while the storage lives."""
     return int(t.untyped_storage()._cdata)
 
 
@@ -50,18 +50,18 @@ class Recording:
     """One graph, the memory of its inputs, and its results."""
 
     graph: Any
-    inputs: list[tuple[int, torch.Tensor]]  # (argument, where it has to be copied)
+    inputs: list[tuple[int, torch.Tensor]]  # (argument, the tensor that it is copied to)
     results: list[Any]  # tensors; ("argument", i); or plain values
     single: bool
-    owned: list[torch.Tensor] = field(default_factory=list)  # results in memory of the recording's own
-    idle: list[int] = field(default_factory=list)  # references of each owned one while nobody else has it
+    owned: list[torch.Tensor] = field(default_factory=list)  # results in the recording's own memory
+    idle: list[int] = field(default_factory=list)  # the reference count of each owned result while nobody else holds it
 
     def is_free(self) -> bool:
-        """Whether nobody holds a result of an earlier replay."""
+        """Whether no result of an earlier replay is referenced outside."""
         return all(_references(r) == n for r, n in zip(self.owned, self.idle))
 
     def replay(self, args: Sequence[Any]) -> Any:
-        """The results for `args`."""
+        """Replay the graph with `args`; returns its results."""
         if self.inputs:
             torch._foreach_copy_([t for _, t in self.inputs], [args[i] for i, _ in self.inputs])
         self.graph.replay()
@@ -77,18 +77,18 @@ class Recording:
 
 @dataclass
 class InputClass:
-    """What is known of calls with inputs of one class: recordings by where the inputs lie that stay."""
+    """The state of one class of inputs: recordings by the addresses of the inputs that are recorded in place."""
 
     recordings: dict[Places, list[Recording]] = field(default_factory=dict)
-    reason: str = ""  # why nothing is recorded
+    reason: str = ""  # the reason if nothing is recorded
 
 
 class Recorded:
-    """A compiled callable that is recorded and replayed where that is possible; `reasons` say where it is not.
+    """A compiled callable that is recorded and replayed where possible; `reasons` say why calls are not.
 
-    `written` are the arguments that it writes to; None: to be found out at the first call. `boxed`: it takes its
-    arguments as one list, which it empties, and what it returns may be views of them. `lender` is the forward of this
-    backward: what that one saved stays where it is.
+    `written` are the arguments that it writes to; None: they are found at the first call. `boxed`: it takes its
+    arguments as one list, which it empties, and its results may be views of them. `lender` is the forward of this
+    backward: tensors that the forward saved keep their addresses.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class Recorded:
         self.reasons: dict[str, int] = {}
         self.n_recordings = 0
         self.n_replays = 0
-        self.lent: set[int] = set()  # addresses of what the recordings gave, and of the arguments that stay
+        self.lent: set[int] = set()  # addresses of the recordings' results, and of the arguments recorded in place
         self._lender = lender
         self._classes: dict[Any, InputClass] = {}
-        self._known: dict[int, weakref.ref[Any]] = {}  # parameters, by argument
+        self._known: dict[int, weakref.ref[Any]] = {}  # parameters, by argument number
         self._finds_written = written is None
         self._written: set[int] = set(written or ())
         self._lock = forks.lock()
@@ -151,7 +151,7 @@ class Recorded:
             return self._plain(values, known.reason)
         free = next((r for r in mine or () if r.is_free()), None)
         if free is None:
-            if settings.compile_mode == "background" and COMPILERS.busy:  # a recording would keep ATen's kernels
+            if settings.compile_mode == "background" and COMPILERS.busy:  # a recording would keep using ATen's kernels
                 return self._plain(values, "kernels are being compiled in the background")
             if self.n_recordings >= MOST_RECORDINGS:
                 return self._plain(values, f"it has {MOST_RECORDINGS} recordings already")
@@ -172,7 +172,7 @@ class Recorded:
         return out
 
     def _first(self, key: Any, values: Sequence[Any]) -> Any:
-        """A class's first call runs as it is: kernels get compiled, and it is seen which inputs are written to."""
+        """Run the first call of a class unrecorded: kernels are compiled, and written inputs are found."""
         if not self._classes:
             self._known = {i: weakref.ref(a) for i, a in enumerate(values) if type(a) is torch.nn.Parameter}
             key = self._key(values)[0]
@@ -187,7 +187,8 @@ class Recorded:
         return self._run(values)
 
     def _why_shared(self, values: Sequence[Any]) -> str:
-        """A reason if an input that is written to shares memory with another: copies would not."""
+        """The reason if an input that is written to shares memory with another input, which copies would not; else
+        ""."""
         tensors = {i: _memory(a) for i, a in enumerate(values) if isinstance(a, torch.Tensor)}
         for i in self._written:
             if i in tensors and list(tensors.values()).count(tensors[i]) > 1:
@@ -195,7 +196,7 @@ class Recorded:
         return ""
 
     def _stays(self, i: int, a: torch.Tensor) -> bool:
-        """Whether argument `i` is recorded where it lies."""
+        """Whether argument `i` is recorded in place."""
         if i in self._written or isinstance(a, torch.nn.Parameter):
             return True
         if self._lender is not None and a.data_ptr() in self._lender.lent:
@@ -203,7 +204,8 @@ class Recorded:
         return getattr(a, "_dynamo_static_input_type", None) is not None
 
     def _key(self, values: Sequence[Any]) -> tuple[Any, Places]:
-        """The class of `values`, and where those lie that stay. What is known by itself is not looked at closer."""
+        """The class of `values`, and the addresses of those recorded in place. Known parameters are not inspected
+        again."""
         parts: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current_device()]
         places: list[int] = []
         known = self._known
@@ -220,7 +222,7 @@ class Recorded:
         return tuple(parts), tuple(places)
 
     def _order_streams(self) -> None:
-        """A replay on another stream than the last one waits for that: both use the same memory."""
+        """Make the current stream wait for the last replay's stream: both use the same memory."""
         stream = torch.cuda.current_stream()
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
@@ -248,7 +250,7 @@ class Recorded:
         return recording
 
     def _described(self, r: Any, own: Sequence[Any], inputs: Sequence[tuple[int, torch.Tensor]]) -> Any:
-        """A result as `Recording.results` has it. ValueError for one that cannot be given back after a replay."""
+        """A result in the form of `Recording.results`. ValueError if it cannot be returned after a replay."""
         if not isinstance(r, torch.Tensor):
             if r is None or isinstance(r, (bool, int, float)):
                 return r
@@ -267,21 +269,21 @@ _all: weakref.WeakSet[Recorded] = weakref.WeakSet()
 
 
 def recorded() -> tuple[Recorded, ...]:
-    """The callables under CUDA graphs that are alive.
+    """The live callables that run under CUDA graphs.
 
     Returns:
-        A `Recorded` for each; as text it says how often it was replayed, and why not.
+        A `Recorded` for each; its text says how often it was replayed, and why not.
     """
     return tuple(_all)
 
 
 def current_device() -> int:
-    """The device on which kernels start."""
+    """The current CUDA device; -1 if this process has not used CUDA."""
     return torch.cuda.current_device() if _is_ready() else -1
 
 
 def is_capturing() -> bool:
-    """Whether somebody records what the current stream does."""
+    """Whether the current stream is being captured."""
     return _is_ready() and torch.cuda.is_current_stream_capturing()
 
 
@@ -291,7 +293,8 @@ def _is_ready() -> bool:
 
 
 def _recover() -> None:
-    """A recording that failed leaves torch's random generator as if it still went on; one that succeeds ends that."""
+    """Reset torch's random generator after a failed recording, which leaves it in the recording state: a successful
+    one ends that."""
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize()
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -299,21 +302,21 @@ def _recover() -> None:
 
 
 def _version(a: Any) -> int | None:
-    """How often a tensor was written to; None where nobody counts."""
+    """The version counter of a tensor; 0 for other values, None if writes are not counted."""
     if not isinstance(a, torch.Tensor):
         return 0
     return None if a.is_inference() else int(a._version)
 
 
 def _like(a: torch.Tensor) -> torch.Tensor:
-    """Memory for copies of `a`, with its strides."""
+    """New memory for copies of `a`, with its strides. ValueError if `a` is expanded."""
     if any(stride == 0 and size > 1 for size, stride in zip(a.shape, a.stride())):
         raise ValueError("an input is expanded: several of its elements share memory")
     return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device).copy_(a.detach())
 
 
 def why_not(args: Sequence[Any]) -> str:
-    """Why a call with these arguments is not recorded; empty if it may be."""
+    """The reason why a call with these arguments is not recorded; "" if it may be."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     if not tensors or any(a.device.type != DEVICE for a in tensors):
         return "not all inputs are on a CUDA device"

@@ -1,8 +1,8 @@
-"""Reductions along rows that add up columns as they go: a norm's gradients in one pass over memory.
+"""Row reductions that also accumulate column sums: a norm's gradients in one pass over memory.
 
-A program walks over a share of the rows, a few at a time in registers, with a tile of running results for the columns.
-In the end it writes these, and a second kernel combines those of all programs in a fixed order. Which rows a program
-has follows from the sizes alone: the same inputs give the same bits.
+A program takes a share of the rows, a few at a time in registers, with a tile of running results for the columns. It
+stores these at its end, and a second kernel combines those of all programs in a fixed order. The rows of a program
+depend on sizes alone: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ ROWS, COLUMNS = 0, 1  # the tile's dims
 
 
 def fits(joined: Joined, ctx: Context) -> tiles.Walk | None:
-    """How programs walk over the rows; None where a row does not fit, or a reduction has no such form."""
+    """The tile and number of programs that go over the rows; None if a row is too long or a reduction has no such
+    form."""
     plan = joined.plan
     dtypes = dict(plan.buffers)
     both = {a.sym for a in plan.axes}
@@ -50,7 +51,7 @@ def _accumulator(plan: KernelPlan, r: Reduce) -> torch.dtype:
 def write_joined(
     joined: Joined, walk: tiles.Walk, name: str, ctx: Context
 ) -> tuple[tuple[Function, ...], tuple[Partial, ...], tuple[Guard, ...]]:
-    """Two functions: over the rows, and over what each program adds up; the temporaries; what the choice rests on."""
+    """Two functions, one over rows and one over the programs' results; their temporaries; the guards of the choice."""
     plan = joined.plan
     rows = [a for a in plan.axes if not a.reduced]
     n, results = product(a.size for a in rows), product(a.size for a in plan.reduced_axes)
@@ -77,13 +78,13 @@ def _combine_layout(plan: KernelPlan) -> Layout:
 
 
 class _Walking:
-    """Writes the kernel that walks over the rows."""
+    """Writes the kernel that goes over the rows."""
 
     def __init__(self, nest: Nest, joined: Joined, walk: tiles.Walk) -> None:
         self.nest, self.plan, self.columns, self.walk, self.out = nest, nest.plan, joined.columns, walk, nest.out
 
     def function(self, partials: list[Partial], chunks: Expr, results: Expr) -> Function:
-        """The whole kernel."""
+        """The complete kernel."""
         nest, out = self.nest, self.out
         rows, columns = nest.layout.dims
         out.add(f"{CHUNK.name} = tl.program_id(0){'.to(tl.int64)' if nest.bits == 64 else ''}")
@@ -117,20 +118,20 @@ class _Walking:
         return dataclasses.replace(made, registers=tiles.WALK_REGISTERS)
 
     def ahead(self) -> list[int]:
-        """The loads of whole tiles whose place depends on no other row: they can be made a step ahead."""
+        """Loads of whole tiles whose addresses depend on no other row: they can be issued a step ahead."""
         both = frozenset((ROWS, COLUMNS))
         rows = enumerate(self.plan.rows)
         return [n for n, r in rows if r.op == "load" and not r.args and not indirect_rows(r) and
                 self.nest.row_dims(n) == both]  # fmt: skip
 
     def load(self, loads: list[int], start: str) -> None:
-        """The tiles of a step into registers."""
+        """Load the tiles of a step into registers."""
         self.nest.open_dim(self.nest.layout.dims[ROWS], start)
         for n in loads:
             self.out.add(f"next{n} = {self.nest.load_stored(self.plan.rows[n])}")
 
     def rows(self, hoisted: bool, known: Collection[int] = ()) -> None:
-        """The rows of the plan that are the same for all rows of the tile's walk, or all others but the `known`."""
+        """Emit the rows that do not vary along the tile's rows (`hoisted`), or the others except `known` ones."""
         for n, row in enumerate(self.plan.rows):
             if (ROWS in self.nest.row_dims(n)) is hoisted or n in known:
                 continue
@@ -141,7 +142,7 @@ class _Walking:
                 self.nest.emit(n)
 
     def accumulate(self, r: Reduce) -> None:
-        """Take the tile's values into the running results of the columns."""
+        """Combine the tile's values with the running results of the columns."""
         acc, k = _accumulator(self.plan, r), r.number
         identity = triton_number(REDUCTIONS[r.kind].identity(acc), acc)
         value = f"t{r.row}.to({TRITON_TYPES[acc]})"
@@ -150,7 +151,7 @@ class _Walking:
         self.out.add(f"acc{k} = {triton_combine(r.kind, acc, f'acc{k}', f'y{k}')}")
 
     def keep(self, r: Reduce, p: Partial, results: Expr) -> None:
-        """Store what this program has for each column."""
+        """Store this program's result for each column."""
         k, nest = r.number, self.nest
         value = f"acc{k}"
         if nest.layout.dims[ROWS].block > 1:

@@ -1,4 +1,4 @@
-"""What a plan holds of a GPU's kernel, and its binaries from that: without Triton, lowering or scheduling."""
+"""The description of a GPU kernel in a plan, and its binaries from that, without Triton, lowering or scheduling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ settings: Any = config  # its attributes are made from a table
 # -- keys --------------------------------------------------------------------------------------------------------------
 @functools.cache
 def sources() -> str | None:
-    """The digest of this folder's sources; None where there are none."""
+    """The digest of this folder's sources; None if they cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     try:
         found = sorted(pathlib.Path(__file__).parent.glob("*.py"))
@@ -37,9 +37,9 @@ def sources() -> str | None:
 
 
 def machine(triton: str | None = None) -> str | None:
-    """All that decides a kernel on the current device beside lowering; None where no plan can be kept.
+    """Text of all that determines a kernel on the current device beside lowering; None if no plan can be kept.
 
-    `triton` is the version of Triton that made it, by default the one that is here.
+    `triton` is the version of Triton that compiled it, by default the installed one.
     """
     if sources() is None or not torch.cuda.is_available():
         return None
@@ -47,7 +47,7 @@ def machine(triton: str | None = None) -> str | None:
 
 
 def machine_facts(triton: str | None = None) -> dict[str, str]:
-    """The same for people, by name. The device itself counts only where races decide."""
+    """The same as a dict, by name. The device itself is included only if races decide tiles."""
     found = {
         "sm": str(driver.capability(torch.cuda.current_device())),
         "triton": str(triton or toolchain.triton_version()),
@@ -60,13 +60,14 @@ def machine_facts(triton: str | None = None) -> dict[str, str]:
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 def describe(kernel: FusedKernel) -> dict[str, Any] | None:
-    """What a plan holds of a kernel as JSON; None if its binaries are this process's own, or others may be better."""
+    """A kernel as a plan's JSON; None if its binaries are this process's own, or other processes may choose other
+    tiles."""
     made, folder = kernel.made_of, toolchain.cache_folder()
     if folder is None or not made.lasting:
         return None
     asked = [toolchain.request(made.text, f, kernel.capability, made.numerics) for f in made.functions]
     binaries = [r.digest for r in asked]
-    if not all((folder / f"{digest}.cubin").exists() for digest in binaries):  # they were made elsewhere
+    if not all((folder / f"{digest}.cubin").exists() for digest in binaries):  # they were compiled elsewhere
         return None
     return {
         "library": pathlib.PurePath(kernel.library.path).name, "binaries": binaries, "capability": kernel.capability,
@@ -80,9 +81,9 @@ def _encode(f: Function) -> list[Any]:
 
 
 def restore(kept: Mapping[str, Any], folder: pathlib.Path | None) -> driver.Library | None:
-    """The binaries that a plan names, from the cache or from `folder`, in the driver; None if they are not all there.
+    """The binaries that a plan names, from the cache or `folder`, loaded in the driver; None if some are missing.
 
-    KeyError, TypeError or ValueError for a plan of another form.
+    KeyError, TypeError or ValueError if the plan has another form.
     """
     steps, name, digests = kept["program"][5], kept["library"], kept["binaries"]
     if kept["capability"] != driver.capability(torch.cuda.current_device()) or len(digests) != len(steps):
@@ -99,7 +100,7 @@ def restore(kept: Mapping[str, Any], folder: pathlib.Path | None) -> driver.Libr
     more = functools.partial(_batched, kept["functions"], kept["name"], kept["numerics"], kept["capability"])
     try:
         return driver.Library(str(own / name) if own is not None else name, parts, more)
-    except CompileError:  # the driver takes them no more: they are made again
+    except CompileError:  # the driver no longer accepts them: they are compiled again
         return None
 
 
@@ -108,14 +109,14 @@ def _is_name(digest: Any) -> bool:
 
 
 def _fits(part: Entry, step: Any) -> bool:
-    """Whether a step launches this binary, as it has to be launched."""
+    """Whether a step's launch parameters are those of this binary."""
     threads, shared, params = step[4]
     extra = sum(kind == "null" for kind, _ in params)
     return (part.name, part.threads, part.shared, part.extra) == (step[0], threads, shared, extra)
 
 
 def _batched(kept: Sequence[Any], name: str, numerics: str, capability: int) -> tuple[Entry, ...]:
-    """The binaries for many argument sets, made when they are first asked for. Raises CompileError."""
+    """The binaries for many argument sets, compiled at the first request. Raises CompileError."""
     from fuser.cuda import fused_kernel  # few processes need it
     from fuser.cuda.nest import Function
     from fuser.cuda.text import Param

@@ -1,4 +1,4 @@
-"""Which axes of a plan the dims of a kernel's tile cover, and which are digits of the program's number."""
+"""Layouts: which axes of a plan the dims of a kernel's tile cover, and which are digits of the program's number."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce
 
 @dataclass(frozen=True)
 class Context:
-    """What a generator asks of the lowering.
+    """A generator's queries about the lowering, and how its tiles differ from the tables.
 
-    `hint` is the value of an expression in the example, `aligned` whether a buffer starts at a multiple of 16 bytes,
-    `wide` whether addresses need 64 bits, `rough` whether every result is rounded to a half in the end. `smaller`: how
-    many times tiles are halved, because a kernel with larger ones did not fit. `later`: buffers that later kernels of
-    the program read or write. `variant`: how tiles differ from the
-    tables' otherwise.
+    `hint` gives an expression's value in the example; `aligned` whether a buffer starts at a multiple of 16 bytes;
+    `wide` whether addresses need 64 bits; `rough` whether every result is finally rounded to a 16-bit float.
+    `smaller`: how many times tiles are halved, because a kernel with larger ones did not fit. `later`: buffers that
+    later kernels of the program read or write. `variant`: any other difference of tiles from the tables'.
     """
 
     hint: Callable[[Expr], int]
@@ -39,15 +38,15 @@ class Context:
 
 
 def blocks(n: Expr, size: int) -> Expr:
-    """How many blocks of `size` cover `n`."""
+    """The number of blocks of `size` elements that cover `n`."""
     return floordiv(n + (size - 1), expr(size))
 
 
 @dataclass
 class Dim:
-    """One dim of the tile: `axes` as one number (the last running fastest), `block` elements of it a program.
+    """One dim of the tile: `axes` numbered as one, the last varying fastest; a program takes `block` elements of it.
 
-    `loop`: covered by a loop instead of by programs. `whole`: one block covers it all.
+    `loop`: covered by a loop instead of by programs. `whole`: one block covers the dim.
     """
 
     axes: list[Axis]
@@ -64,25 +63,27 @@ class Dim:
 
 @dataclass
 class Layout:
-    """Which axes are digits of the program's number, and which the tile's dims cover; the reduced ones last."""
+    """A kernel's layout: `scalars` are digits of the program's number; `dims` are the tile's dims, reduced ones
+    last."""
 
     scalars: list[Axis]
     dims: list[Dim]
     warps: int
     guards: list[Guard] = field(default_factory=list)
-    transposed: bool = False  # memory runs along the first dim too
-    flat: bool = False  # few elements of all axes
-    shared: frozenset[Axis] = frozenset()  # scalars of which neighbouring programs take one after the other
+    transposed: bool = False  # memory is contiguous along the first dim, too
+    flat: bool = False  # all axes are one dim, of few elements for each program
+    shared: frozenset[Axis] = frozenset()  # scalars that vary fastest between consecutive programs
 
 
 def is_column(plan: KernelPlan) -> bool:
-    """Whether neighbouring results, not neighbouring reduced elements, are neighbours in memory."""
+    """Whether neighbouring results, not neighbouring reduced elements, are contiguous in memory."""
     vector = next((a for a in plan.axes if a.sym == plan.vector), None)
     return bool(plan.reductions) and vector is not None and not vector.reduced
 
 
 def row_class(n: Expr, length: int, least: int) -> list[Guard]:
-    """Guards for rows that a block of `length`, but none half as long, holds."""
+    """Guards for row lengths `n` that fit a block of `length` but not one half as long; `least` is the smallest
+    block."""
     out: list[Guard] = [("le", n, expr(length))]
     if length > least:
         out.append(("lt", expr(length // 2), n))
@@ -111,14 +112,14 @@ def widest(plan: KernelPlan) -> int:
 
 @dataclass(frozen=True)
 class Online:
-    """A maximum and the sum of exponentials of what is left above it: both in one pass over the row."""
+    """A maximum, and the sum of exponentials of values minus that maximum: one pass over the row computes both."""
 
     maximum: Reduce
     sum: Reduce
 
 
 def online_phases(plan: KernelPlan) -> dict[int, tuple[Online, ...]]:
-    """By phase, the maxima whose next phase does nothing but add up `exp(x - maximum)` for each of them."""
+    """By phase, the maxima after which the next phase only adds up `exp(x - maximum)` for each of them."""
     out: dict[int, tuple[Online, ...]] = {}
     for before, totals in alone_behind(plan):
         pairs = [(_subtracted_maximum(plan, t), t) for t in totals]
@@ -129,7 +130,7 @@ def online_phases(plan: KernelPlan) -> dict[int, tuple[Online, ...]]:
 
 
 def _subtracted_maximum(plan: KernelPlan, total: Reduce) -> Reduce | None:
-    """The maximum `m` of some float32 `x` if `total` sums `exp(x - m)`."""
+    """The reduction `m`, a maximum of some float32 `x`, if `total` sums `exp(x - m)`; else None."""
     e = plan.rows[total.row]
     if not REDUCTIONS[total.kind].adds or not e.traits.exponential or e.dtype is not torch.float32:
         return None
@@ -144,13 +145,13 @@ def _subtracted_maximum(plan: KernelPlan, total: Reduce) -> Reduce | None:
 
 
 def _passes(plan: KernelPlan, online: bool) -> int:
-    """Loops over the reduced axes."""
+    """The number of loops over the reduced axes."""
     spared = len(online_phases(plan)) + len(moments_by_phase(plan)) if online else 0
     return sum(bool(p.roots) for p in plan.passes) - spared
 
 
 def adds_floats(plan: KernelPlan) -> bool:
-    """Whether a reduction's result depends on the order in which it takes its values."""
+    """Whether some reduction's result depends on the order of its values."""
     for r in plan.reductions:
         row, spec = plan.rows[r.row], REDUCTIONS[r.kind]
         value = plan.rows[row.args[0]].dtype if row.op == "pair" else row.dtype
@@ -160,8 +161,8 @@ def adds_floats(plan: KernelPlan) -> bool:
 
 
 def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: tiles.Tile | None = None) -> Layout:
-    """The layout of a plan with reductions; of its chunks if they are to be a `loop`, not held in registers, with the
-    tile `ahead` if that is loaded ahead."""
+    """The layout of a plan with reductions. `loop`: that of its chunks, which are looped over and not held in
+    registers; `ahead`: their tile if tiles are loaded ahead."""
     kept = [a for a in plan.axes if not a.reduced]
     column = is_column(plan)
     reduced = list(plan.reduced_axes) if column else _read_in_turn(plan)
@@ -178,9 +179,9 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
         looped = tiles.LOOPED_ROW if _passes(plan, True) == 1 else again
         least = tiles.SHORTEST_ROW
         longest = tiles.PERSISTENT[-1][0]
-    turned = column and _reads_rows(plan)  # registers hold such operands twice
+    turned = column and _reads_rows(plan)  # transposed operands take twice the registers
     tile, looped = tiles.fewer(tile, ctx.smaller), tiles.shrunk(ahead or looped, ctx.smaller + turned)
-    # The order in which floats are added up depends on the number of warps, and in columns on that of neighbours.
+    # The order of float additions depends on the number of warps, and in columns also on the number of neighbours.
     free = not adds_floats(plan)
     if tile is not None and not loop and (free or not column):
         tile = tiles.varied(tile, ctx.variant, free)
@@ -213,25 +214,25 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
 
 
 def _persistent_table(plan: KernelPlan, loads: int) -> Sequence[tuple[int, int, int]]:
-    """The tiles of rows in registers by what their elements cost, `loads` of which are read."""
+    """The tiles for rows in registers, by the cost of their elements; `loads` tensors are read."""
     if any(r.traits.draw is not None for r in plan.rows):
         return tiles.PERSISTENT_DRAWN
     reduced, dtypes = {a.sym for a in plan.reduced_axes}, dict(plan.buffers)
     written = [s for s in plan.stores if (plan.varies[s.row] | symbols(s.address)) & reduced]
     if loads > 1 or any(dtypes[s.buffer].is_floating_point and dtypes[s.buffer].itemsize == 1 for s in written):
-        return ()  # 8-bit floats are made by much arithmetic
+        return ()  # conversion to 8-bit floats takes much arithmetic
     return tiles.PERSISTENT_ONE if written else tiles.PERSISTENT_READ
 
 
 def _reads_rows(plan: KernelPlan) -> bool:
-    """Whether an operand of columns runs along a reduced axis."""
+    """Whether an operand of a column nest is contiguous along a reduced axis."""
     loads = [r.attr[1][0] for r in plan.rows if r.op == "load" and not indirect_rows(r)]
     return any(plan.vector in symbols(e) and coefficient(e, a.sym) == ONE for e in loads for a in plan.reduced_axes)
 
 
 def _read_in_turn(plan: KernelPlan) -> list[Axis]:
-    """The reduced axes, the one last along which most is read from neighbour to neighbour: the channels of a group in
-    channels-last memory. Where places are looked for, they stay in the order of the places."""
+    """The reduced axes, the one last along which most loads are contiguous, such as a group's channels in
+    channels-last memory. For index reductions they stay in the order of the indices."""
     reduced, dtypes = list(plan.reduced_axes), dict(plan.buffers)
     if len(reduced) < 2 or any(REDUCTIONS[r.kind].index for r in plan.reductions):
         return reduced
@@ -289,10 +290,10 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
 
 
 def _shared(plan: KernelPlan, vector: Axis, others: list[Axis], ctx: Context) -> tuple[frozenset[Axis], list[Guard]]:
-    """The axes that share large operands, such as the weights of a norm over whole images; for which sizes.
+    """The axes along which large operands are shared, such as a norm's weights for whole images, and guards for this.
 
-    Programs that run along such an axis find the operand in the cache. Along the vector axis they would read all of it
-    from memory for each row.
+    Consecutive programs along such an axis find the operand in the cache. Along the vector axis they would read all of
+    it from memory for each row.
     """
     by_axes: dict[frozenset[Axis], Expr] = {}
     dtypes = dict(plan.buffers)
@@ -312,7 +313,7 @@ def _shared(plan: KernelPlan, vector: Axis, others: list[Axis], ctx: Context) ->
 
 
 def _window_class(plan: KernelPlan, vector: Expr, ctx: Context) -> list[Guard] | None:
-    """What a kernel of windows rests on whose programs have few elements of all axes; None for other kernels."""
+    """Guards of a window kernel whose programs have few elements of all axes as one dim; None if it is not one."""
     if not reads_windows(plan):
         return None
     if has_stride(plan):
@@ -322,7 +323,7 @@ def _window_class(plan: KernelPlan, vector: Expr, ctx: Context) -> list[Guard] |
 
 
 def _pointwise_class(total: Expr, vector: Expr | None, itemsizes: list[int], ctx: Context) -> tuple[int, list[Guard]]:
-    """Elements of a program, and which sizes that and the tile's shape are good for."""
+    """The elements of a program, and guards for the sizes for which these and the tile's shape are chosen."""
     elements = tiles.pointwise_elements(itemsizes)
     enough = expr(elements * 2 * tiles.MULTIPROCESSORS)
     many = ctx.hint(total) >= ctx.hint(enough)
@@ -338,7 +339,8 @@ def _pointwise_class(total: Expr, vector: Expr | None, itemsizes: list[int], ctx
 
 
 def _transposed_axis(plan: KernelPlan, vector: Axis, others: list[Axis]) -> Axis | None:
-    """The axis along which some operand runs that jumps along the vector axis."""
+    """The axis along which some operand is contiguous that is strided along the vector axis; None if not exactly
+    one."""
     found: set[Axis] = set()
     loads = [r.attr[1][0] for r in plan.rows if r.op == "load" and not indirect_rows(r)]
     for address in (*loads, *(s.address for s in plan.stores)):

@@ -1,4 +1,4 @@
-"""Reduced axes that are looped over: a loop for each phase, with what comes between."""
+"""Reductions in loops over the reduced axes: a loop for each phase, and the statements between the loops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_function(nest: Nest) -> Function:
 
 
 def write_body(nest: Nest) -> None:
-    """What a program does."""
+    """Emit the body of a program."""
     if nest.loop_dim is not None:
         Looped(nest).all_phases()
     else:
@@ -38,8 +38,8 @@ class Looped:
         self, nest: Nest, bounds: tuple[str, str, str] | None = None, eviction: str | None = None,
         stages: int | None = None,
     ) -> None:  # fmt: skip
-        """`bounds`: of a chunk, from where to where and by how much. `eviction`: tiles are loaded to registers, each a
-        step before its use, with this policy; else so many `stages` are on their way through shared memory."""
+        """`bounds`: first index, end and step of a chunk. `eviction`: load tiles to registers a step before their use,
+        with this eviction policy; None: keep `stages` tiles in flight through shared memory."""
         self.nest, self.plan, self.out = nest, nest.plan, nest.out
         assert nest.loop_dim is not None
         self.dim: Dim = nest.loop_dim
@@ -51,22 +51,23 @@ class Looped:
         if stages is None:
             stages = tiles.COLUMN_STAGES if column else tiles.CHUNK_STAGES if alone else 0
         self.ahead = nest.ctx.variant.stages or (stages if eviction is None else 0)
-        # A block as rounds × threads × neighbours: what one thread has is folded before it joins the running sum.
+        # A block is split as rounds × threads × neighbours: each thread folds its own elements before they join the
+        # running sum.
         self.lane = VECTOR // widest(self.plan)
         self.threads = min(32 * nest.layout.warps, self.dim.block // self.lane)
         one_row = len(nest.layout.dims) == 1
         self.online: dict[int, tuple[Online, ...]] = online_phases(self.plan) if one_row and bounds is None else {}
-        # A phase that an online maximum takes over has no loop in which moments could be taken.
+        # A phase that an online maximum replaces has no loop that could compute moments.
         found = moments_by_phase(self.plan)
         self.moments: dict[int, tuple[Moments, ...]] = {p: m for p, m in found.items() if p - 1 not in self.online}
-        self.tiled = not one_row  # there are kept dims: each element of a tile has moments of its own
+        self.tiled = not one_row  # with kept dims, each element of a tile has its own moments
         self.lane = self._neighbours()
 
     def _neighbours(self) -> int:
-        """How many neighbours a thread has: what it loads at once, so that no value moves between threads to be folded.
+        """The number of a thread's neighbouring elements: one load gives them, so folds move no value between threads.
 
-        1024 rows of 50257 on an H200: cross entropy in bfloat16 60 µs, by eight neighbours 99; in float32 70 and 83;
-        layer norm 136 and 186, 158 and 190. Softmax in bfloat16 141 and 165, but in float32 223 and 187.
+        1024 rows of 50257 on an H200: cross entropy takes 60 µs in bfloat16, with eight neighbours 99; in float32 70
+        and 83; layer norm 136 and 186, 158 and 190. Softmax 141 and 165 in bfloat16, but 223 and 187 in float32.
         """
         divisor = divisor_of(self.nest.ctx.hint(self.dim.size)) if self.nest.runs_along(self.dim) else VECTOR
         again = bool(self.online) and len(self.passes()) > 1
@@ -74,7 +75,7 @@ class Looped:
         return min(self.lane, divisor) if few else self.lane
 
     def all_phases(self) -> None:
-        """A loop for each phase, with what comes between."""
+        """A loop for each phase, and the statements between the loops."""
         done: set[int] = set()
         for phase, described in enumerate(self.plan.passes):
             if phase - 1 in self.online:
@@ -96,7 +97,7 @@ class Looped:
                 self.nest.store(s)
 
     def outer_rows(self, phase: int) -> None:
-        """Rows that do not vary along the reduced axes, as far as they are known in `phase`."""
+        """Emit rows that do not vary along the reduced axes, as far as they are known in `phase`."""
         for n in self.plan.passes.known(phase):
             if n not in self.nest.emitted:
                 self.nest.emit(n)
@@ -107,7 +108,7 @@ class Looped:
         return [p for p, d in enumerate(self.plan.passes) if p not in spared and d.roots]
 
     def phase(self, phase: int) -> None:
-        """The loop of one phase, if it has anything to do."""
+        """The loop of one phase, if it has any work."""
         self.outer_rows(phase)
         described = self.plan.passes[phase]
         if not described.roots or phase - 1 in self.moments:
@@ -147,18 +148,18 @@ class Looped:
 
     # -- variances in one pass ---------------------------------------------------------------------------------------
     def start_moments(self, m: Moments) -> None:
-        """Nothing taken so far."""
+        """Declare empty moments."""
         if self.tiled:
             moments.start_tile(self.out, m, self.nest.shape())
         else:
             moments.start(self.out, m, self.threads)
 
     def accumulate_moments(self, m: Moments, backwards: bool) -> None:
-        """Take in the current tile."""
+        """Add the current tile to the moments."""
         values, _ = self.nest.reduced_inputs(m.sum)
         name, (low, high, step) = self.dim.name, self.range()
         if self.tiled:
-            # Backwards the incomplete tile comes first, so elements differ in how many they have taken.
+            # Backwards, the partial tile comes first, so elements have seen different numbers of values.
             last = f"tl.maximum(({high} - 1 - {name}) // {step}, 0)"
             turn = last if backwards else f"({name}0 - ({low})) // {step}"
             moments.accumulate_tile(self.out, m, values, f"m{name}", turn)
@@ -167,14 +168,14 @@ class Looped:
         moments.accumulate(self.out, m, values, f"m{name}", f"({self.size()} - {name}0)", shape)
 
     def count_moments(self, m: Moments) -> None:
-        """How much each element of a tile has taken."""
+        """Compute how many values each element of a tile has seen."""
         if self.tiled:
             low, high, step = self.range()
             self.nest.open_dim(self.dim, f"{low} + ")
             moments.count_tile(self.out, m, self.dim.name, high, step)
 
     def finish_moments(self, m: Moments) -> None:
-        """The row of the sum of squared distances, whose centre is known now."""
+        """Emit the row of the sum of squared distances, whose centre is known now."""
         self.count_moments(m)
         axis, back = self.folded()
         for n, row in enumerate(self.plan.rows):
@@ -183,17 +184,17 @@ class Looped:
                 self.nest.emitted.add(n)
 
     def join_moments(self, m: Moments) -> None:
-        """The three numbers of a chunk."""
+        """Combine the three numbers of a chunk."""
         self.count_moments(m)
         moments.join(self.out, m, *self.folded())
 
     def folded(self) -> tuple[int, str]:
-        """The reduced dim of the tile, and the index that keeps it."""
+        """The reduced dim of the tile, and the index text that keeps it as a dim of size 1."""
         axis = len(self.nest.layout.dims) - 1
         return axis, "[:, None]" if axis else ""
 
     def load_first(self, inner: Iterable[int], backwards: bool) -> list[int]:
-        """Load the first tiles of what the loop reads, and say by which rows of the plan."""
+        """Load the first tiles of the loop's inputs; returns the rows of these loads."""
         rows = [(n, self.plan.rows[n]) for n in inner]
         found = [n for n, r in rows if r.op == "load" and not r.args and not indirect_rows(r)]
         low, high, _ = self.range()
@@ -203,7 +204,7 @@ class Looped:
         return found
 
     def load_next(self, ahead: list[int], backwards: bool) -> None:
-        """Take the tiles that were loaded, and load the next ones."""
+        """Use the tiles that were loaded, and load the next ones."""
         name, (_, _, step) = self.dim.name, self.range()
         for n in ahead:
             self.out.add(f"t{n} = {self.nest.loaded(self.plan.rows[n], f'next{n}')}")
@@ -216,20 +217,21 @@ class Looped:
         self.nest.open_dim(self.dim, f"{name}0 + ")
 
     def last_block(self, high: str) -> str:
-        """Where the last block starts."""
+        """The offset of the last block."""
         return f"({high} - 1) // {self.dim.block} * {self.dim.block}"
 
     def range(self) -> tuple[str, str, str]:
-        """From where to where the loop goes, and by how much."""
+        """The loop's first index, end and step."""
         return self.bounds or ("0", self.size(), str(self.dim.block))
 
     def size(self) -> str:
-        """How much there is to loop over."""
+        """The number of elements to loop over."""
         nest, d = self.nest, self.dim
         return nest.params.number(d.size, nest.bits, f"n_{d.name}", nest.runs_along(d))
 
     def open_loop(self, backwards: bool) -> None:
-        """The loop over blocks of the reduced axes; `backwards`, so that what was read last is found in the cache."""
+        """Open the loop over blocks of the reduced axes; `backwards`, it starts with the data read last, which is in
+        the cache."""
         d = self.dim
         low, high, step = self.range()
         if backwards:
@@ -241,7 +243,7 @@ class Looped:
         self.nest.open_dim(d, f"{d.name}0 + ")
 
     def start(self, r: Reduce) -> None:
-        """An accumulator at its identity."""
+        """Declare an accumulator with its identity."""
         spec, _, acc = self.nest.spec(r)
         shape = self.nest.shape()
         self.out.add(f"acc{r.number} = tl.full({shape}, {triton_number(spec.identity(acc), acc)}, {TRITON_TYPES[acc]})")
@@ -250,7 +252,7 @@ class Looped:
             self.out.add(f"at{r.number} = tl.full({shape}, {torch.iinfo(kind).max}, {TRITON_TYPES[kind]})")
 
     def accumulate(self, r: Reduce) -> None:
-        """Fold the current tile into the accumulator."""
+        """Combine the current tile with the accumulator."""
         spec, _, acc = self.nest.spec(r)
         k = r.number
         values, indices = self.nest.reduced_inputs(r)
@@ -266,20 +268,20 @@ class Looped:
 
     # -- maximum and sum of exponentials in one pass -----------------------------------------------------------------
     def start_online(self, o: Online) -> None:
-        """A running maximum and sum for each thread's lanes."""
+        """Declare a running maximum and sum for each thread's lanes."""
         shape, k = f"[{self.threads}]", o.maximum.number
         self.out.add(f"high{k} = tl.full({shape}, float('-inf'), tl.float32)")
         self.out.add(f"total{k} = tl.full({shape}, 0.0, tl.float32)")
 
     def accumulate_online(self, o: Online) -> None:
-        """Take in a block: where the maximum grows, the sum so far shrinks."""
+        """Add a block: where the maximum grows, the sum so far is scaled down."""
         k = o.maximum.number
         values, _ = self.nest.reduced_inputs(o.maximum)
         rounds = self.dim.block // (self.lane * self.threads)
         self.out.add(f"lane{k} = tl.reshape({values}, [{rounds}, {self.threads}, {self.lane}])")
         self.out.add(f"best{k} = tl.reduce(tl.reduce(lane{k}, 2, fuser_combine_max), 0, fuser_combine_max)")
         self.out.add(f"best{k} = {triton_combine('max', torch.float32, f'best{k}', f'high{k}')}")
-        # Nothing but -inf so far: any finite number keeps exp(-inf - it) at 0.
+        # If all values so far are -inf, any finite reference keeps exp(-inf - it) at 0.
         self.out.add(f"from{k} = tl.where(best{k} == float('-inf'), 0.0, best{k})")
         old, new = self._exp(f"high{k} - from{k}"), self._exp(f"lane{k} - from{k}[None, :, None]")
         self.out.add(f"total{k} = total{k} * {old} + tl.sum(tl.sum({new}, 2), 0)")
@@ -289,7 +291,7 @@ class Looped:
         return triton_cell("exp", torch.float32, self.nest.fast, text)
 
     def finish_online(self, o: Online) -> None:
-        """The rows of the maximum and of the sum."""
+        """Emit the rows of the maximum and of the sum."""
         k = o.maximum.number
         self.out.add(f"best{k} = tl.reduce(high{k}, 0, fuser_combine_max)")
         self.out.add(f"from{k} = tl.where(best{k} == float('-inf'), 0.0, best{k})")

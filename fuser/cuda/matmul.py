@@ -1,8 +1,8 @@
 """A matrix product whose results go through the fused rows of a kernel before they are stored.
 
-The lowering knows no products. In its place stands an outer product of the first column of `a` and the first row of
-`b`: it has the product's sizes, and its two loads say how addresses run along rows and columns. The kernel written
-here adds up along the inner axis instead, and goes on with the rows behind: bias, activation, residual, scale, casts.
+The lowering has no products. In a product's place is an outer product of the first column of `a` and the first row of
+`b`: it has the product's sizes, and its two loads show how addresses run along rows and columns. The kernel written
+here sums along the inner axis instead, and then emits the remaining rows: bias, activation, residual, scale, casts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from fuser.scheduler.kernel_plan import Axis, KernelPlan
 from fuser.scheduler.schedule import Schedule
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-GROUP = 8  # blocks of rows that share what the cache holds of `b`
+GROUP = 8  # blocks of rows that share the cached blocks of `b`
 PRECISIONS = ("ieee", "tf32")
 
 
 @dataclass(frozen=True)
 class MatmulTile:
-    """`rows` × `columns` results of a program, in steps of `inner`, by `warps` warps with `stages` steps under way."""
+    """A program's tile: `rows` × `columns` results, in steps of `inner`, by `warps` warps with `stages` pipelined
+    steps."""
 
     rows: int
     columns: int
@@ -45,7 +46,7 @@ class MatmulTile:
         return f"{self.rows}x{self.columns}x{self.inner} warps {self.warps} stages {self.stages}"
 
 
-# What is raced, by the number of rows (up to which) and the bytes of an element.
+# The tiles that race, by the largest number of rows they are for; a table for each element size.
 HALVES: tuple[tuple[int, tuple[MatmulTile, ...]], ...] = (
     (16, (MatmulTile(16, 32, 256, 4, 4), MatmulTile(16, 64, 128, 4, 5), MatmulTile(16, 128, 128, 4, 4))),
     (32, (MatmulTile(32, 32, 128, 4, 5), MatmulTile(32, 64, 128, 4, 4), MatmulTile(16, 64, 128, 4, 5))),
@@ -63,27 +64,27 @@ SINGLES: tuple[tuple[int, tuple[MatmulTile, ...]], ...] = (
 
 
 def precision() -> str:
-    """How float32 products are multiplied, as torch's settings say."""
+    """The precision of float32 products by torch's settings: "tf32" or "ieee"."""
     try:
         return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    except RuntimeError:  # set by torch's old names and by its new ones
+    except RuntimeError:  # both torch's old names and its new ones were set
         return "ieee"
 
 
 def candidates(rows: int, dtype: torch.dtype) -> tuple[MatmulTile, ...]:
-    """The tiles that are worth a race for products of `rows` rows."""
+    """The tiles that race for products of `rows` rows."""
     table = SINGLES if dtype.itemsize == 4 else HALVES
     return next(tiles for most, tiles in table if rows <= most)
 
 
 def rows_class(rows: int) -> int:
-    """Products with as many rows, up to this power of two, share a choice."""
+    """The power of two, at least 16, that holds `rows`; products of one class share a choice."""
     return max(16, 1 << max(rows - 1, 0).bit_length())
 
 
 @dataclass(frozen=True)
 class Product:
-    """Where a plan's outer product stands: its row, those of its two loads, and the axes by what they run along."""
+    """The outer product in a plan: its row, those of its two loads, and the axes along which each varies."""
 
     row: int
     a: int
@@ -94,7 +95,7 @@ class Product:
 
 
 def find_product(plan: KernelPlan) -> Product:
-    """The outer product of `in0` and `in1`, of which each element of the plan reads its own. Unsupported if not so."""
+    """The outer product of `in0` and `in1`, read by each element once. Unsupported if the plan has another form."""
     if plan.reductions or plan.ordered is not None:
         raise Unsupported("what follows the matmul is no elementwise computation")
     loads: list[list[int]] = [
@@ -129,7 +130,7 @@ class Inner:
 
 
 class MatmulNest(Nest):
-    """Writes one kernel: blocks in an order that is good for the cache, the loop along the inner axis, the rest."""
+    """Writes one kernel: blocks in a cache-friendly order, the loop along the inner axis, the remaining rows."""
 
     def __init__(
         self, plan: KernelPlan, name: str, ctx: Context, inner: Inner, tile: MatmulTile, precision: str
@@ -143,7 +144,7 @@ class MatmulNest(Nest):
         self.even = self.divides(inner.size, tile.inner)
 
     def write(self) -> Function:
-        """The kernel."""
+        """The whole kernel."""
         self.open_blocks()
         self.add_up()
         own = {self.product.a, self.product.b}
@@ -158,7 +159,7 @@ class MatmulNest(Nest):
         return replace(function, work=function.work * self.inner.size, stages=self.tile.stages)
 
     def open_blocks(self) -> None:
-        """Which block of results: neighbours in time share rows of `b`'s blocks."""
+        """Compute which block of results a program has: consecutive programs share blocks of `b`."""
         y, x = self.layout.dims
         n_y = self.params.number(blocks(y.size, y.block), self.bits, "n_by")
         n_x = self.params.number(blocks(x.size, x.block), self.bits, "n_bx")
@@ -179,11 +180,11 @@ class MatmulNest(Nest):
             self.open_dim(d, f"b{d.name} * {d.block} + ")
 
     def units(self) -> Expr:
-        """How many programs there are."""
+        """The number of programs."""
         return product([*(blocks(d.size, d.block) for d in self.layout.dims), *(a.size for a in self.layout.scalars)])
 
     def add_up(self) -> None:
-        """The loop along the inner axis, in float32."""
+        """Emit the loop along the inner axis, with a float32 total."""
         add = self.out.add
         n = self.params.number(self.inner.size, self.bits, "n_k", True)
         by_a = self.params.number(self.inner.a, self.bits, "s_ak", True)
@@ -208,16 +209,16 @@ class MatmulNest(Nest):
         self.out.close()
 
     def mask(self, dims: Iterable[int], *more: str) -> str:
-        """The mask of an access along `dims`: none along those that blocks cover without rest."""
+        """The mask of an access along `dims`, leaving out dims that blocks cover exactly."""
         return super().mask([i for i in dims if self.layout.dims[i].name not in self.whole], *more)
 
 
 def generate(
     lowered: Lowered, schedule: Schedule, single: bool, tile: MatmulTile, precision: str, comment: str = ""
 ) -> fused_kernel.Source:
-    """The source of a product of inputs 0 and 1 with what follows. Unsupported if that is not one elementwise kernel.
+    """The source of a product of inputs 0 and 1 and its epilogue. Unsupported if that is not one elementwise kernel.
 
-    `lowered` has the outer product in its place (`outer_product` in `fuser.frontends.matmuls`).
+    `lowered` has the outer product in the product's place (`outer_product` in `fuser.frontends.matmuls`).
     """
     if len(schedule.plans) != 1:
         raise Unsupported("what follows the matmul takes several kernels")

@@ -1,10 +1,10 @@
-"""Variances of long rows in one reading.
+"""Variances of long rows in one pass over memory.
 
-`sum((x - m)²)`, where `m` depends on a sum along the same row, is a second pass over it. Here the first pass keeps
-three numbers for each thread: how many elements it has taken, their mean, and the sum of their squared distances from
-that mean. A block of elements is in registers, so it is read twice there. Blocks, threads and chunks are joined as by
-Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979). When `m` is
-known, `sum((x - m)²) = squares + count · (mean - m)²`, whatever `m` is.
+`sum((x - m)²)`, where `m` depends on a sum along the same row, needs a second pass. Here the first pass keeps three
+numbers for each thread: the number of elements seen, their mean, and the sum of their squared distances from that
+mean. A block of elements is in registers, so it is used twice there. Blocks, threads and chunks are combined as in
+Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979). Once `m`
+is known, `sum((x - m)²) = squares + count · (mean - m)²`, for any `m`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = ("count", "mean", "squares")
 
 @dataclass(frozen=True)
 class Moments:
-    """`total` sums the square of `distance`, which is row `value` less row `centre`, or the other way round. `sum` sums
+    """`total` sums the square of `distance`, which is row `value` minus row `centre` or the reverse. `sum` sums
     `value` in the phase before."""
 
     sum: Reduce
@@ -44,7 +44,7 @@ class Moments:
 
 
 def alone_behind(plan: KernelPlan) -> Iterator[tuple[int, list[Reduce]]]:
-    """Each phase whose next one stores nothing along the reduced axes, with the reductions of the next one."""
+    """Each phase whose next phase stores nothing along the reduced axes, with the next phase's reductions."""
     reduced = {a.sym for a in plan.reduced_axes}
     for before in range(plan.n_phases - 1):
         totals = [r for r in plan.reductions if r.phase == before + 1]
@@ -54,7 +54,8 @@ def alone_behind(plan: KernelPlan) -> Iterator[tuple[int, list[Reduce]]]:
 
 
 def moments_by_phase(plan: KernelPlan) -> dict[int, tuple[Moments, ...]]:
-    """By phase, the sums of squared distances that the phase behind it makes and that need no pass of their own."""
+    """By phase, the sums of squared distances of the next phase that this phase can compute, so the next needs no
+    pass."""
     out: dict[int, tuple[Moments, ...]] = {}
     for before, totals in alone_behind(plan) if plan.ordered is None else ():
         found = tuple(m for m in (_squared_distances(plan, t) for t in totals) if m is not None)
@@ -64,7 +65,7 @@ def moments_by_phase(plan: KernelPlan) -> dict[int, tuple[Moments, ...]]:
 
 
 def _squared_distances(plan: KernelPlan, total: Reduce) -> Moments | None:
-    """What `total` adds up, if it is squared distances of what the phase before adds up."""
+    """The moments of `total`, if it sums squared distances of values that the phase before sums; else None."""
     reduced = {a.sym for a in plan.reduced_axes}
     pair = squared_difference(plan.rows, total.kind, total.row)
     if pair is None:
@@ -79,7 +80,7 @@ def _squared_distances(plan: KernelPlan, total: Reduce) -> Moments | None:
 
 
 def reads_once(plan: KernelPlan) -> bool:
-    """Whether one pass over memory is enough for all reductions of a plan, which has no other passes."""
+    """Whether one pass over memory computes all reductions of a plan and no other pass is needed."""
     if reduces_in_one_pass(plan):
         return True
     found = moments_by_phase(plan)
@@ -88,18 +89,18 @@ def reads_once(plan: KernelPlan) -> bool:
     return not any(p.stores for p in plan.passes[1:])
 
 
-# -- text of rows: `lanes` elements side by side, for each of the `threads`, in `rounds` -------------------------------
+# -- text for rows: `rounds` × `threads` × `lanes` neighbouring elements ----------------------------------------------
 def start(out: Lines, m: Moments, threads: int) -> None:
-    """Nothing taken so far."""
+    """Declare moments of no elements."""
     for name in (f"acc{m.sum.number}", *(f"{n}{m.number}" for n in NAMES)):
         out.add(f"{name} = tl.full([{threads}], 0.0, tl.float32)")
 
 
 def accumulate(out: Lines, m: Moments, values: str, mask: str, left: str, shape: tuple[int, int, int]) -> None:
-    """Take in a block of `values`, zero outside `mask`; the first `left` are inside."""
+    """Add a block of `values`, zero outside `mask`; the first `left` are inside."""
     k, dims = m.number, ", ".join(map(str, shape))
     rounds, threads, lanes = shape
-    # How many a thread has is computed, not counted: counting would be done in a layout of its own.
+    # A thread's count is computed from offsets: counting mask elements would happen in another layout.
     out.add(f"left{k} = {left} - tl.arange(0, {threads}) * {lanes}")
     each = (f"tl.minimum(tl.maximum(left{k} - {n * threads * lanes}, 0), {lanes})" for n in range(rounds))
     out.add(f"own{k} = ({' + '.join(each)}).to(tl.float32)")
@@ -117,15 +118,15 @@ def accumulate(out: Lines, m: Moments, values: str, mask: str, left: str, shape:
     out.add(f"count{k} = both{k}")
 
 
-# -- text of columns: each element of a tile goes on by itself, by Welford's method (1962) ----------------------------
+# -- text for columns: each element of a tile has moments of its own, by Welford's method (1962) ----------------------
 def start_tile(out: Lines, m: Moments, shape: str) -> None:
-    """Nothing taken so far, by tiles of `shape`."""
+    """Declare moments of no elements, as tiles of `shape`."""
     for name in NAMES[1:]:
         out.add(f"{name}{m.number} = tl.full({shape}, 0.0, tl.float32)")
 
 
 def accumulate_tile(out: Lines, m: Moments, values: str, mask: str, turn: str) -> None:
-    """Take in a tile of `values` that counts under `mask`; each of its elements has taken `turn` before."""
+    """Add a tile of `values`, valid under `mask`; each of its elements has seen `turn` values before."""
     k = m.number
     out.add(f"once{k} = 1.0 / ({turn} + 1.0)")
     out.add(f"value{k} = {values}")
@@ -135,19 +136,19 @@ def accumulate_tile(out: Lines, m: Moments, values: str, mask: str, turn: str) -
 
 
 def count_tile(out: Lines, m: Moments, first: str, end: str, step: str) -> None:
-    """How many values each element of a tile has taken, of those that start at `first` and are `step` apart."""
+    """Compute how many values each element of a tile has seen, of those from `first` to `end`, `step` apart."""
     out.add(f"count{m.number} = tl.maximum(({end} - {first} + {step} - 1) // {step}, 0).to(tl.float32)")
 
 
-# -- results: along the dim `axis`; `back` is the index that keeps it -------------------------------------------------
+# -- results: along the dim `axis`; `back` is the index text that keeps it --------------------------------------------
 def about(m: Moments, centre: str, axis: int = 0, back: str = "") -> str:
-    """The sum of squared distances from `centre`, of all threads or elements."""
+    """The sum of squared distances from `centre`, over all threads or elements."""
     k = m.number
     return f"tl.sum(squares{k} + count{k} * (mean{k} - {centre}) * (mean{k} - {centre}), {axis}){back}"
 
 
 def join(out: Lines, m: Moments, axis: int = 0, back: str = "") -> None:
-    """The three numbers of a whole chunk, under the names of those of its threads or elements."""
+    """Combine the moments of threads or elements into those of a chunk, in the same variables."""
     k = m.number
     zeros = f" + tl.zeros_like(mean{k})" if axis else ""
     out.add(f"all{k} = tl.sum(count{k}{zeros}, {axis}){back}")
@@ -158,7 +159,8 @@ def join(out: Lines, m: Moments, axis: int = 0, back: str = "") -> None:
 
 
 def combine_rows(m: Moments, plan: KernelPlan, rows: list[Row], numbers: tuple[int, int, int], centre: int) -> int:
-    """Add rows for a chunk's squared distances from row `centre`; `numbers` are the rows of its three numbers."""
+    """Add rows for a chunk's squared distances from row `centre`; `numbers` are the rows of its three moments. Returns
+    the row of the sum."""
     count, mean, squares = numbers
     times, minus = plan.rows[m.total.row], plan.rows[m.distance]
 

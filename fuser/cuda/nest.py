@@ -1,4 +1,4 @@
-"""One Triton kernel for one loop nest: rows, masks, loads and stores, and the folding of reductions."""
+"""One Triton kernel for one loop nest: rows, masks, loads and stores, and the folds of reductions."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from fuser.ops import (
 )  # fmt: skip
 from fuser.scheduler.kernel_plan import KernelPlan, Reduce, Store
 
-_EXPONENTS = 100  # of powers of two whose reciprocals are normal numbers
+_EXPONENTS = 100  # powers of two up to this have normal reciprocals
 
 
 @dataclass(frozen=True)
 class Function:
-    """One kernel and how to launch it: `units` programs of `warps` warps, with `params` as arguments."""
+    """One kernel and its launch: `units` programs of `warps` warps, with `params` as arguments."""
 
     name: str
     text: str
@@ -51,9 +51,9 @@ class Function:
     work: Expr
     params: tuple[Param, ...]
     warps: int
-    checked: bool  # it asserts that indices are in range
-    stages: int = 0  # steps of its loop that are under way at once; 0 leaves that to Triton
-    registers: int = 0  # that a thread may take at most; 0: as many as there are
+    checked: bool  # it asserts that indices are in bounds
+    stages: int = 0  # pipelined steps of its loop; 0: Triton's default
+    registers: int = 0  # most registers of a thread; 0: no limit
     helpers: tuple[str, ...] = ()  # texts of functions that it calls
 
 
@@ -84,12 +84,12 @@ class Nest:
 
     @property
     def guards(self) -> list[Guard]:
-        """What the kernel relies on."""
+        """The relations under which the kernel is valid."""
         own = self.windows.guards if self.bits == 32 else ()
         return [*self.layout.guards, *self.params.guards, *own]
 
     def divides(self, size: Expr, block: int) -> bool:
-        """Whether blocks leave no rest; the kernel is for sizes like the example's in this."""
+        """Whether blocks cover the size exactly in the example; a guard makes the kernel valid for such sizes only."""
         rest = mod(size, expr(block))
         if rest.as_int() is not None:
             return rest.as_int() == 0
@@ -98,7 +98,7 @@ class Nest:
         return fits
 
     def _is_fast(self) -> bool:
-        """Whether approximations drown in the rounding of every result."""
+        """Whether the errors of approximations are small beside the rounding of every result."""
         if not self.ctx.rough:
             return False
         for row in self.plan.rows:
@@ -109,18 +109,18 @@ class Nest:
                 return False
         return True
 
-    # -- what goes where ---------------------------------------------------------------------------------------------
+    # -- dims of values ----------------------------------------------------------------------------------------------
     def dims_of(self, syms: Iterable[Sym]) -> frozenset[int]:
-        """The tile dims along which something that varies along the axes `syms` varies."""
+        """The tile dims that cover some of the axes `syms`."""
         own = set(syms)
         return frozenset(i for i, d in enumerate(self.layout.dims) if any(a.sym in own for a in d.axes))
 
     def row_dims(self, n: int) -> frozenset[int]:
-        """The tile dims of row `n`."""
+        """The tile dims along which row `n` varies."""
         return self.dims_of(self.plan.varies[n])
 
     def expr_dims(self, e: Expr) -> frozenset[int]:
-        """The tile dims of an index expression."""
+        """The tile dims along which an index expression varies."""
         out = self.dims_of(s for s in symbols(e) if s.kind == LOOP)
         for s in symbols(e):
             if s.kind == INDIRECT:
@@ -128,27 +128,27 @@ class Nest:
         return out
 
     def shape(self, dims: Iterable[int] | None = None) -> str:
-        """The shape of a value that varies along `dims` (all by default)."""
+        """The shape of a value that varies along `dims`, by default all."""
         wanted = set(range(len(self.layout.dims)) if dims is None else dims)
         return "[" + ", ".join(str(d.block if i in wanted else 1) for i, d in enumerate(self.layout.dims)) + "]"
 
     def mask(self, dims: Iterable[int], *more: str) -> str:
-        """The mask of an access along `dims`; empty where none is needed."""
+        """The mask of an access along `dims`; "" if none is needed."""
         return " & ".join([*(f"m{self.layout.dims[i].name}" for i in sorted(dims)), *more])
 
     # -- values ------------------------------------------------------------------------------------------------------
     def symbol_text(self, s: Sym) -> str:
-        """An axis or an indirect index inside an address."""
+        """The text of an axis or of a computed index inside an address."""
         if s.kind != INDIRECT:
             return s.name
         return f"t{s.name[1:]}.to(tl.int32)" if self.bits == 32 else f"t{s.name[1:]}"
 
     def address(self, e: Expr) -> str:
-        """A flat address."""
+        """The text of an offset into memory."""
         return triton_expr(e, self.params, self.bits, self.symbol_text, matters=True)
 
     def value_index(self, e: Expr, matters: bool = False) -> str:
-        """An index expression as an int64 value; `matters`: accesses are as wide as 16 divides it."""
+        """An index expression as an int64 value; `matters`: its divisibility by 16 decides how wide accesses are."""
         if e.as_int() is not None:
             return triton_constant(e.as_int() or 0, torch.int64)
 
@@ -159,15 +159,15 @@ class Nest:
         return text if any(s.kind in (INDIRECT, LOOP) for s in symbols(e)) else f"tl.cast({text}, tl.int64)"
 
     def load(self, row: Row, other: str = "0") -> str:
-        """The right-hand side of a load; `other`: what it gives where its condition does not hold."""
+        """The right-hand side of a load; `other`: the value where its condition is false."""
         return self.loaded(row, self.load_stored(row, other))
 
     def loaded(self, row: Row, text: str) -> str:
-        """The value of what a load found in memory."""
+        """The compute value of a loaded element."""
         return triton_load(self.dtypes[row.attr[0]], text)
 
     def load_stored(self, row: Row, other: str = "0") -> str:
-        """A load of what is in memory, not yet converted to the dtype that it is computed in."""
+        """A load of an element as stored, not yet converted to its compute dtype."""
         buffer, (address,) = row.attr
         dims, text = self.expr_dims(address), self.address(address)
         missing = self.row_dims(row.args[0]) - dims if row.args else frozenset()
@@ -213,7 +213,7 @@ class Nest:
         return triton_cell(row.op, self.plan.rows[row.args[row.traits.typed]].dtype, self.fast, *args)
 
     def reciprocal(self, row: Row) -> str | None:
-        """The factor that gives the same bits as the division by a constant does: of a power of two."""
+        """The factor whose product has the same bits as the division by a constant, a power of two; else None."""
         divisor = self.plan.rows[row.args[1]]
         if divisor.op != "const" or divisor.dtype not in (torch.float32, torch.float64):
             return None
@@ -221,7 +221,7 @@ class Nest:
         return repr(1 / float(divisor.attr)) if mantissa == 0.5 and abs(exponent) < _EXPONENTS else None
 
     def random_words(self, n: int) -> str:
-        """The 32-bit words that the random numbers of row `n` are made of."""
+        """The 32-bit words from which the random numbers of row `n` are made."""
         seed, stream, place = (f"t{a}" for a in self.plan.rows[n].args)
         pair, own = self.plan.rows[n].traits.draw or EACH
         quads = self.quads.get(n)
@@ -236,7 +236,8 @@ class Nest:
         return f"fuser_philox_quads({seed}, {stream}, {block}, {self.shape(dims)}, {first}, {pair})"
 
     def least_word(self, row: Row) -> int | None:
-        """The least word whose number is not below what `row` compares it with, if that is a number."""
+        """The smallest word whose number is at least the constant that `row` compares it with; None if there is
+        none."""
         other = self.plan.rows[row.args[1]]
         return least_word(float(other.attr)) if other.op == "const" else None
 
@@ -252,7 +253,7 @@ class Nest:
             self.out.add(f"t{n} = {self.value(n)}")
             return
         size, checked = row.attr
-        spread = self.row_dims(n) - self.row_dims(row.args[0])  # along which only the condition of its use varies
+        spread = self.row_dims(n) - self.row_dims(row.args[0])  # dims along which only the condition of its use varies
         wider = f" + tl.zeros({self.shape(self.row_dims(n))}, tl.int64)" if spread else ""
         self.out.add(f"w{n} = t{row.args[0]}{wider}")
         bound = self.value_index(size)
@@ -274,25 +275,25 @@ class Nest:
         self.out.add(f"tl.store({text}, {value}{', ' + mask if mask else ''})")
 
     def unrounded(self, s: Store) -> int:
-        """The row to store: a store of 8-bit floats rounds, so that one need not be rounded and widened before."""
+        """The row to store: a store of 8-bit floats rounds, so a rounding before it is skipped."""
         row, dtype = self.plan.rows[s.row], self.dtypes[s.buffer]
         twice = dtype in FLOAT8 and row.op == "round_to" and row.attr is dtype
         return row.args[0] if twice and self.loop_dim is None and row.args[0] in self.emitted else s.row
 
     # -- scaffolding -------------------------------------------------------------------------------------------------
     def digits(self) -> list[tuple[str, Expr]]:
-        """The digits of a program's number: (variable, size), the last running fastest."""
+        """The digits of a program's number: (variable, size), the last varying fastest."""
         shared = self.layout.shared
         own = [(f"b{d.name}", blocks(d.size, d.block)) for d in self.layout.dims if not (d.whole or d.loop)]
         first, last = ([(a.sym.name, a.size) for a in self.layout.scalars if (a in shared) is s] for s in (False, True))
         return [*first, *own, *last]
 
     def units(self) -> Expr:
-        """How many programs there are."""
+        """The number of programs."""
         return product(size for _, size in self.digits())
 
     def open_programs(self, extra: list[tuple[str, Expr]] | None = None, number: str = "tl.program_id(0)") -> None:
-        """Take the program's number apart."""
+        """Split the program's number into its digits."""
         digits = [*(extra or []), *self.digits()]
         wide = ".to(tl.int64)" if self.bits == 64 else ""
         if digits:
@@ -309,11 +310,11 @@ class Nest:
                 self.open_dim(d, "" if d.whole else f"b{d.name} * {d.block} + ")
 
     def runs_along(self, d: Dim) -> bool:
-        """Whether memory runs along a dim, so that it matters whether 16 divides its size."""
+        """Whether memory is contiguous along a dim, so that divisibility of its size by 16 matters."""
         return any(a.sym in self.contiguous for a in d.axes) or d.axes[0].reduced and not is_column(self.plan)
 
     def open_dim(self, d: Dim, start: str) -> None:
-        """The numbers of a dim's block, the axes they stand for, and the mask."""
+        """Declare the indices of a dim's block, the axes that they cover, and the mask."""
         both = len(self.layout.dims) == 2
         index = "" if not both else "[:, None]" if d is self.layout.dims[0] else "[None, :]"
         matters = self.runs_along(d)
@@ -332,7 +333,7 @@ class Nest:
         self.out.add(f"{d.axes[0].sym.name} = {rest}")
 
     def text(self, name: str, arguments: Iterable[str]) -> str:
-        """The text of a function."""
+        """The complete text of a function."""
         return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n" + "\n".join(self.out.lines or ["    pass"]) + "\n"
 
     def close_function(self, name: str, units: Expr) -> Function:
@@ -344,7 +345,7 @@ class Nest:
         return Function(name, text, units, work, params, self.layout.warps, checked)
 
     def all_at_once(self) -> None:
-        """Every row once, in order; stores as soon as they can be made."""
+        """Emit every row once, in order, then the stores."""
         stores = list(self.plan.stores)
         for n, row in enumerate(self.plan.rows):
             if row.op == "reduced":
@@ -357,7 +358,7 @@ class Nest:
 
     # -- reductions --------------------------------------------------------------------------------------------------
     def spec(self, r: Reduce) -> tuple[ReductionRow, torch.dtype, torch.dtype]:
-        """The table's row of a reduction, the dtype of its values and of its accumulator."""
+        """The table's row of a reduction, and the dtypes of its values and its accumulator."""
         row = self.plan.rows[r.row]
         value = self.plan.rows[row.args[0]].dtype if row.op == "pair" else row.dtype
         spec = REDUCTIONS[r.kind]
@@ -369,7 +370,7 @@ class Nest:
         return torch.int64 if self.bits == 64 else torch.int32
 
     def reduced_inputs(self, r: Reduce) -> tuple[str, str]:
-        """What a reduction takes of the current tile: values and, if it is one of indices, indices; else ""."""
+        """The tile's values for a reduction and, for an index reduction, their indices; else ""."""
         spec, value, acc = self.spec(r)
         row = self.plan.rows[r.row]
         own = row.args[0] if spec.index else r.row
@@ -390,7 +391,7 @@ class Nest:
         return text, f"tl.broadcast_to(tl.where(m{inner}, {index}, {last}), {self.shape()})"
 
     def is_zero_outside(self, n: int) -> bool:
-        """Whether row `n` is zero where the tile reaches beyond the reduced axes: a load is, which is masked there."""
+        """Whether row `n` is zero where the tile exceeds the reduced axes, as masked loads are."""
         row, inner = self.plan.rows[n], len(self.layout.dims) - 1
         if row.op == "load":
             return inner in self.expr_dims(row.attr[1][0])
@@ -411,7 +412,7 @@ class Nest:
         return f"tl.reduce({values}, {axis}, {triton_folder(r.kind)}){back}"
 
     def result(self, n: int, r: Reduce, values: str, indices: str) -> None:
-        """The `reduced` row `n`."""
+        """Emit the `reduced` row `n`."""
         spec, _, acc = self.spec(r)
         self.emitted.add(n)
         if spec.index and self.loop_dim is None:
@@ -421,7 +422,8 @@ class Nest:
         self.out.add(f"t{n} = {triton_convert(source, self.plan.rows[n].dtype, self.fold(r, values, indices))}")
 
     def index_result(self, n: int, r: Reduce, values: str, indices: str) -> None:
-        """An index of the extreme value: the extreme first, then the lowest index that has it; NaN is extreme."""
+        """Emit the index of the extreme value: the extreme first, then the lowest index of an equal value; NaN is
+        extreme."""
         axis = len(self.layout.dims) - 1
         back = "[:, None]" if axis else ""
         k, folder = r.number, REDUCTIONS[REDUCTIONS[r.kind].value].folder
@@ -440,7 +442,7 @@ def _has_no_error(row: Row) -> bool:
 
 
 def _bounds(plan: KernelPlan, contiguous: Collection[Sym]) -> set[int]:
-    """Rows that are fixed for a launch, and end a mask along neighbours in memory."""
+    """Rows that are constant in a launch and bound a mask along contiguous neighbours."""
     out = set()
     for row in plan.rows:
         if row.traits.sign in ("<", ">=") and all(plan.rows[a].op == "index" for a in row.args):

@@ -25,7 +25,7 @@ settings: Any = config
 
 
 class Gone(Exception):
-    """A process ended instead of answering. The argument is its exit code."""
+    """A process ended without an answer. The argument is its exit code."""
 
 
 class CannotStart(Exception):
@@ -45,7 +45,7 @@ class Worker:
             raise CannotStart(str(e)) from None
 
     def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """The answer. Gone if the process has ended, TimeoutError if it takes longer."""
+        """The answer to a request. Gone if the process has ended, TimeoutError if it takes longer."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -58,7 +58,7 @@ class Worker:
     def _line(self, deadline: float) -> bytes:
         assert self.process.stdout is not None
         pipe, parts = self.process.stdout.fileno(), [b""]
-        ready = select.poll()  # `select.select` takes no number above 1023
+        ready = select.poll()  # `select.select` accepts no descriptor above 1023
         ready.register(pipe, select.POLLIN)
         while not parts[-1].endswith(b"\n"):
             left = deadline - time.monotonic()
@@ -76,7 +76,7 @@ class Worker:
             return -1
 
     def stop(self) -> None:
-        """End the process and all that it started."""
+        """Kill the process and all processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         for pipe in (self.process.stdin, self.process.stdout):
@@ -87,7 +87,7 @@ class Worker:
 
 
 class Pool:
-    """At most `size` processes, started as they are needed."""
+    """At most `size` processes, started on demand."""
 
     def __init__(self, size: int) -> None:
         self.owner = os.getpid()
@@ -99,11 +99,12 @@ class Pool:
 
     @property
     def command(self) -> list[str]:
-        """What starts a process."""
+        """The command line of a process."""
         return [sys.executable, str(SCRIPT), str(self.owner)]
 
     def compile(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """The answer to a request. CompileError if it takes longer, or the compiler crashes; CannotStart."""
+        """The answer to a request. CompileError if it takes too long or the compiler crashes; CannotStart if no
+        process starts."""
         name = request["name"]
         with self._free:
             while True:
@@ -117,7 +118,7 @@ class Pool:
                         ) from None
                     except Gone as e:
                         worker.stop()
-                        if is_new or e.args[0] != 0:  # one that was idle may have ended by itself
+                        if is_new or e.args[0] != 0:  # an idle process may have ended by itself
                             ended = f"Triton's process ended with exit code {e.args[0]}"
                             raise CompileError(f"{ended} on kernel {name} ({request['path']})") from None
 
@@ -166,5 +167,5 @@ def pool() -> Pool:
 
 
 def workers() -> int:
-    """How many kernels are worth compiling at a time."""
+    """The number of kernels that are compiled in parallel."""
     return int(settings.compile_workers or min(os.cpu_count() or 1, MOST_WORKERS))

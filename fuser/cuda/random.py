@@ -1,4 +1,4 @@
-"""Random numbers of a tile: one block of Philox, four words, for each four neighbours."""
+"""Random numbers of a tile: one block of Philox, four words, for every four neighbours."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import KernelPlan
 
 NEIGHBOURS = 4
-EACH = (2, "{0}")  # of `OpRow.draw`: each element has a word of its own
-_BITS: int = 24  # of a word that make a number
+EACH = (2, "{0}")  # `OpRow.draw` if each element has a word of its own
+_BITS: int = 24  # bits of a word that a number uses
 
 
 @dataclass(frozen=True)
 class Quads:
-    """A row of numbers whose places run along the tile's dim number `dim`, from a multiple of four, `start`, on."""
+    """A row of random numbers whose indices are consecutive along tile dim `dim`, from `start`, a multiple of four,
+    on."""
 
     dim: int
     start: Expr
 
 
 def find_quads(plan: KernelPlan, layout: Layout, hint: Callable[[Expr], int]) -> dict[int, Quads]:
-    """By row, how neighbours of the tile share blocks; rows that are not there have a block for each element."""
+    """The rows whose neighbours share Philox blocks; other rows compute a block for each element."""
     found = {}
     for n, row in enumerate(plan.rows):
         quads = _quads(plan, layout, row, hint) if row.traits.draw is not None else None
@@ -51,7 +52,8 @@ def _quads(plan: KernelPlan, layout: Layout, row: Row, hint: Callable[[Expr], in
 
 
 def _start(layout: Layout, dim: int, place: Expr) -> Expr | None:
-    """What is left of a place that counts a dim's elements one by one; None if it does not."""
+    """The index `place` minus its part that numbers a dim's elements consecutively; None if it does not number them
+    so."""
     d, step = layout.dims[dim], ONE
     if d.block % NEIGHBOURS:
         return None
@@ -64,7 +66,7 @@ def _start(layout: Layout, dim: int, place: Expr) -> Expr | None:
 
 
 def _in_fours(e: Expr, hint: Callable[[Expr], int]) -> bool:
-    """Whether four divides every term, for all sizes that 16 divides where it divides the example's."""
+    """Whether four divides every term, assuming that sizes are divisible by 16 where the example's are."""
     for moving, factor in fixed_factors(e).items():
         number = factor.as_int()
         if number is None and (not moving or hint(factor) % VECTOR):
@@ -75,7 +77,7 @@ def _in_fours(e: Expr, hint: Callable[[Expr], int]) -> bool:
 
 
 def least_word(p: float) -> int | None:
-    """The least word whose number is at least `p`, a float32; None where no word's is."""
+    """The smallest word whose number is at least `p`, a float32; None if there is no such word."""
     p = float(torch.tensor(p, dtype=torch.float32))
     if math.isnan(p) or p > 1 - 2.0**-_BITS:
         return None

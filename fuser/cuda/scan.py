@@ -1,7 +1,7 @@
-"""Scans: a tile is scanned by Triton's own, and what the tiles before it make goes in as a carry.
+"""Scans: Triton's scan runs over a tile, and a carry brings in the tiles before it.
 
-Short rows are one tile. Longer ones, and columns, are looped over. Where there are few and they are long, they are cut
-in chunks: one kernel reduces each chunk, a second scans each, from what the chunks before it make.
+A short row is one tile. Longer rows, and columns, are looped over. Few long rows are cut into chunks: one kernel
+reduces each chunk, a second scans each chunk with the totals of the chunks before it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Written = tuple[tuple[Function, ...], tuple[Partial, ...], tuple[Guard, ...]]
 
 
 def write_scan(plan: KernelPlan, name: str, ctx: Context) -> Written:
-    """The kernels of a scan's plan, what lies between them, and what the choice of them rests on."""
+    """The kernels of a scan's plan, their temporaries, and the guards of this choice."""
     if not plan.reduced_axes:
         nest = Scan(plan, name, ctx)
         nest.open_programs()
@@ -44,7 +44,7 @@ def write_scan(plan: KernelPlan, name: str, ctx: Context) -> Written:
 
 
 def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tuple[Expr, Expr] | None]:
-    """The layout of a scan, what it rests on, and, if it is cut, how many chunks there are and how long they are."""
+    """The layout of a scan, its guards, and, if it is cut, the number of chunks and their length."""
     kept, reduced = [a for a in plan.axes if not a.reduced], list(plan.reduced_axes)
     n = product(a.size for a in reduced)
     assert plan.ordered is not None
@@ -70,7 +70,7 @@ def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tu
                 dims.insert(0, Dim(kept, whole.outer, "x"))
             scalars = [] if len(dims) == 2 else kept
             elements = whole.outer * whole.inner if len(dims) == 2 else whole.inner
-            # No more threads than elements: the others would scan the same ones again.
+            # No more threads than elements: the others would repeat the same scan.
             warps = max(min(whole.warps, elements // 64), 1)
             return Layout(scalars, dims, warps), row_class(n, whole.inner, tiles.SHORTEST_ROW), None
         looped = tiles.LOOPED_SCAN_ODD if tiles.divisor_of(ctx.hint(n)) < 4 else tiles.LOOPED_SCAN
@@ -123,7 +123,7 @@ def _in_chunks(nest: Scan, name: str, chunks: Expr, each: Expr, guards: list[Gua
 
 
 class Scan(Nest):
-    """Writes one kernel of a scan. What is scanned is a value, or a value and its place."""
+    """Writes one kernel of a scan over values, or over pairs of a value and its index."""
 
     def __init__(self, plan: KernelPlan, name: str, ctx: Context, layout: Layout | None = None) -> None:
         super().__init__(plan, name, ctx, layout)
@@ -134,7 +134,8 @@ class Scan(Nest):
         self.scanned = row.args if row.op == "pair" else (self.goal.row,)
         source = plan.rows[self.scanned[0]].dtype
         spec = SCANS[self.kind]
-        # Sums of floats are eager's on this device: in float32. Triton scans nothing narrower than 32 bits.
+        # Float sums are accumulated in float32, as in eager on this device. Triton scans nothing narrower than 32
+        # bits.
         self.acc = source if source.is_floating_point else spec.accumulate(source)
         self.start = triton_number(spec.identity(self.acc), self.acc)
         if self.acc.itemsize < 4:
@@ -143,22 +144,22 @@ class Scan(Nest):
 
     @property
     def dtypes_scanned(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of what is scanned."""
+        """The dtypes of the scanned values and indices."""
         return (self.acc, self.index_dtype)[: len(self.scanned)]
 
     @property
     def parts(self) -> tuple[tuple[str, torch.dtype, str], ...]:
-        """Of a value and its place: a letter, the dtype, and what changes nothing."""
+        """For a value and its index: a letter for names, the dtype, and the identity."""
         return tuple(zip("vi", self.dtypes_scanned, (self.start, "-1")))
 
     def of_one(self) -> None:
-        """Places of a dim of size 1: each holds its own value."""
+        """Emit a scan along a dim of size 1: each result is its own value."""
         for n in range(len(self.plan.rows)):
             self.emit(n)
         self.put(f"t{self.scanned[-1]}", self.plan.rows[self.scanned[-1]].dtype)
 
     def tile(self) -> None:
-        """Rows that are one tile."""
+        """Emit a scan whose rows are one tile."""
         for n in range(len(self.plan.rows)):
             self.emit(n)
         self.read_tile()
@@ -166,7 +167,7 @@ class Scan(Nest):
         self.put(f"y{self.parts[-1][0]}", self.dtypes_scanned[-1])
 
     def loop(self, bounds: tuple[str, str] | None, stores: bool) -> None:
-        """The loop over tiles: each goes into the carry, and if it `stores`, is scanned."""
+        """Emit the loop over tiles: each is added to the carry, and scanned if it `stores` results."""
         long = self.axis and self.layout.dims[-1].block > tiles.SCANNED_SHORT_COLUMNS[4].inner
         stages = tiles.PLACED_STAGES if len(self.parts) > 1 and not self.axis else tiles.SCAN_STAGES
         chunk = (*bounds, str(self.layout.dims[-1].block)) if bounds else None
@@ -184,7 +185,7 @@ class Scan(Nest):
         self.out.close()
 
     def read_tile(self) -> None:
-        """What is scanned, with values that change nothing beyond the end."""
+        """Declare the tile to scan, with identities beyond the end of the row."""
         inner = f"m{self.layout.dims[-1].name}"
         for row, (letter, dtype, start) in zip(self.scanned, self.parts):
             text = triton_convert(self.plan.rows[row].dtype, dtype, f"t{row}")
@@ -192,11 +193,12 @@ class Scan(Nest):
 
     @property
     def axis(self) -> int:
-        """The tile's dim that is scanned."""
+        """The tile dim along which the scan runs."""
         return len(self.layout.dims) - 1
 
     def scan(self, carried: bool) -> None:
-        """The tile's scan `y`, joined with the carry. A place is the last one up to which its value is the extreme."""
+        """Declare the tile's scan `y`, combined with the carry. An index is the last one whose value is the extreme so
+        far."""
         for n, (letter, _, _) in enumerate(self.parts):
             source = f"x{letter}"
             if n:
@@ -209,12 +211,12 @@ class Scan(Nest):
                 self.out.add(f"y{letter} = {function}(carry_{letter}, y{letter})")
 
     def places(self, values: str, extreme: str, places: str) -> str:
-        """The places at which values are the extreme; -1 for all others. NaN is always one."""
+        """The indices at which values are the extreme; -1 elsewhere. NaN counts as extreme."""
         nan = f"({values} != {values}) | " if self.acc.is_floating_point else ""
         return f"tl.where({nan}({values} == {extreme}), {places}, -1)"
 
     def add_to_carry(self, prefix: str, scanned: bool = False) -> None:
-        """Fold the tile `prefix` into the carry. `scanned`: the places in it at which extremes lie are known."""
+        """Combine the tile `prefix` with the carry. `scanned`: the indices of its extremes are computed already."""
         for n, (letter, _, _) in enumerate(self.parts):
             source = f"{prefix}{letter}"
             if n and not scanned:
@@ -228,16 +230,16 @@ class Scan(Nest):
 
     @property
     def carry_shape(self) -> str:
-        """The shape of what goes on from tile to tile."""
+        """The shape of the carry."""
         return f"[{self.layout.dims[0].block}, 1]" if self.axis else "[1]"
 
     def start_carry(self) -> None:
-        """A carry that changes nothing."""
+        """Declare a carry of identities."""
         for letter, dtype, start in self.parts:
             self.out.add(f"carry_{letter} = tl.full({self.carry_shape}, {start}, {TRITON_TYPES[dtype]})")
 
     def keep_carry(self, partials: list[Partial], at: Expr) -> None:
-        """Store what a chunk makes."""
+        """Store a chunk's total."""
         mask = self.mask(self.expr_dims(at))
         for p, (letter, _, _) in zip(partials, self.parts):
             place = f"{self.address(at)} + tl.zeros({self.carry_shape}, tl.int{self.bits})"
@@ -245,7 +247,7 @@ class Scan(Nest):
             self.out.add(f"tl.store({target}, carry_{letter}{', ' + mask if mask else ''})")
 
     def take_carry(self, partials: list[Partial], at: Expr) -> None:
-        """Fold what all earlier chunks make."""
+        """Combine the totals of all earlier chunks into the carry."""
         block = self.layout.dims[-1].block if self.axis else tiles.MOST_CHUNKS
         index = "[None, :]" if self.axis else ""
         self.out.open(f"for earlier0 in range(0, chunk, {block})")
@@ -259,7 +261,7 @@ class Scan(Nest):
         self.out.close()
 
     def put(self, text: str, dtype: torch.dtype) -> None:
-        """Store the result of each place of the tile."""
+        """Store the result of each element of the tile."""
         own = self.dtypes[self.goal.buffer]
         value = triton_store(own, triton_convert(dtype, compute_dtype(own), text))
         mask = self.mask(range(len(self.layout.dims)))

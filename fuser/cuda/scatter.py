@@ -1,7 +1,6 @@
-"""Scatters: loops that the CPU runs in order.
+"""Scatters: the CPU runs their points in order, programs here do not.
 
-Points run in no order here. Where several go to one place, one of them stays, as in eager, or atomic operations combine
-them.
+If several points write one element, one of the values stays, as in eager, or atomic operations combine them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Written = tuple[tuple[Function, ...], tuple[()], tuple[Guard, ...]]
 
 
 def write_scatter(plan: KernelPlan, name: str, ctx: Context) -> Written:
-    """The kernel of a scatter's plan, and what it relies on."""
+    """The kernel of a scatter's plan, and its guards."""
     nest = Scatter(_in_no_order(plan), name, ctx)
     nest.open_programs()
     nest.all_at_once()
@@ -28,7 +27,7 @@ def write_scatter(plan: KernelPlan, name: str, ctx: Context) -> Written:
 
 
 def _in_no_order(plan: KernelPlan) -> KernelPlan:
-    """The plan with all axes alike, and the one along which memory runs last."""
+    """The plan without reduced axes; the axis along which memory is contiguous is last."""
     axes = [dataclasses.replace(a, reduced=False) for a in plan.axes]
     vector = plan.vector or _running(plan)
     axes.sort(key=lambda a: a.sym == vector)
@@ -36,17 +35,17 @@ def _in_no_order(plan: KernelPlan) -> KernelPlan:
 
 
 def _running(plan: KernelPlan) -> Sym | None:
-    """The axis along which what is written, or else most of what is read, lies side by side."""
+    """The axis along which stores, or else most loads, are contiguous."""
     written, read = [s.address for s in plan.stores], [r.attr[1][0] for r in plan.rows if r.op == "load"]
     near = {a.sym: [sum(coefficient(e, a.sym) == ONE for e in es) for es in (written, read)] for a in plan.axes}
     return max(reversed(near), key=near.__getitem__, default=None)
 
 
 class Scatter(Nest):
-    """The value of each point goes to the place that its rows compute."""
+    """Writes the value of each point to the element that its rows compute."""
 
     def store(self, s: Store) -> None:
-        """One write for each point of the tile, also where its place or its value is the same all along a dim."""
+        """One write for each point of the tile, even if its address or value does not vary along a dim."""
         assert self.plan.ordered is not None
         how, every = self.plan.ordered.how, frozenset(range(len(self.layout.dims)))
         address = self.address(s.address)

@@ -1,9 +1,9 @@
-"""Reductions to few results: chunks of the reduced axes write partial results, the last program combines them.
+"""Split reductions to few results: chunks of the reduced axes write partial results, the last program combines them.
 
-The programs of a tile of results count themselves. Which one is the last differs from run to run, but not what it does:
-how many chunks there are follows from sizes alone, and they are combined in the order of their numbers, so the same
-inputs give the same bits. (The counters are zero before and after; see `BufferPattern`.) Where that is not better, a
-second kernel combines.
+The programs of a tile of results count themselves. Which of them is last differs between runs, but its work does not:
+the number of chunks depends on sizes alone, and chunks are combined in the order of their numbers, so the same inputs
+give the same bits. (The counters are zero before and after; see `BufferPattern`.) Where that is not faster, a second
+kernel combines.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class Partial:
     name: str
     dtype: torch.dtype
     size: Expr
-    counters: bool = False  # zeros
+    counters: bool = False  # initialised with zeros
 
 
 def programs(plan: KernelPlan, width: int = 0) -> Expr:
-    """How many programs an unsplit, looped kernel would have; of columns, `width` wide ones instead of the table's."""
+    """The number of programs of an unsplit, looped kernel; for columns, with tiles `width` wide instead of the
+    table's."""
     kept = [a for a in plan.axes if not a.reduced]
     if not is_column(plan):
         return product(a.size for a in kept)
@@ -61,10 +62,10 @@ def programs(plan: KernelPlan, width: int = 0) -> Expr:
 
 @dataclass(frozen=True)
 class Cut:
-    """Whether reduced axes are cut in chunks (`split`), and how.
+    """Whether the reduced axes are cut into chunks (`split`), and how data is loaded.
 
-    `ahead` says how chunks are loaded to registers, `whole` with which tile uncut columns are, both with an eviction
-    policy; None: through shared memory. `guards` say the same of other sizes.
+    `ahead`: chunks are loaded to registers a step ahead; `whole`: uncut columns are, with this tile; both use an
+    eviction policy. None: loads go through shared memory. `guards`: the sizes for which the same choice holds.
     """
 
     split: bool
@@ -75,7 +76,7 @@ class Cut:
 
 
 def cut(plan: KernelPlan, ctx: Context) -> Cut:
-    """How the reduced axes of a plan are cut."""
+    """The cut of a plan's reduced axes."""
     found = _cut(plan, ctx) if reads_once(plan) else _uncut(plan, ctx)
     guards = [g for g in found.guards if g[1].as_int() is None or g[2].as_int() is None]
     return dataclasses.replace(found, guards=tuple(guards))
@@ -84,7 +85,7 @@ def cut(plan: KernelPlan, ctx: Context) -> Cut:
 def _cut(plan: KernelPlan, ctx: Context) -> Cut:
     n, column = product(a.size for a in plan.reduced_axes), is_column(plan)
     least = tiles.SPLIT_COLUMN_FROM if column else tiles.SPLIT_ROW_FROM
-    if ctx.hint(n) < least:  # asked first: what else is said of such rows implies it, so it makes no further class
+    if ctx.hint(n) < least:  # tested first: all further guards of such rows imply it, so it adds no class
         return Cut(False, (("lt", n, expr(least)),))
     loading = _loading(plan, ctx)
     guards: list[Guard] = [("le", expr(least), n)]
@@ -105,7 +106,7 @@ def _cut(plan: KernelPlan, ctx: Context) -> Cut:
 
 
 def _uncut(plan: KernelPlan, ctx: Context) -> Cut:
-    """The same for reductions of which one needs another's result: long columns of one tensor are loaded ahead."""
+    """The cut of reductions that depend on each other: not split; long columns of one tensor are loaded ahead."""
     n, longest = product(a.size for a in plan.reduced_axes), tiles.PERSISTENT_COLUMNS[-1][0]
     if not is_column(plan) or ctx.hint(n) <= longest or len(_read(plan)) != 1:
         return Cut(False)
@@ -134,19 +135,19 @@ def _ahead_columns(plan: KernelPlan, several: bool, ctx: Context) -> tiles.Ahead
         return tiles.AHEAD_COLUMNS[several][narrowest(plan)]
     odd = tiles.AHEAD_ODD_COLUMNS[narrowest(plan)]
     tile = odd.tile
-    half = tiles.Tile(tile.outer, tile.inner // 2, tile.warps)  # as wide: a row's bytes are read at one time
+    half = tiles.Tile(tile.outer, tile.inner // 2, tile.warps)  # same width: a row's bytes are read at one time
     return dataclasses.replace(odd, tile=half) if moments_by_phase(plan) else odd
 
 
 def _takes_registers(plan: KernelPlan) -> bool:
-    """Whether a loop has more than one running result for an element."""
+    """Whether a loop keeps more than one running result for each element."""
     if is_column(plan) and moments_by_phase(plan):
         return True
     return any(sum(1 + REDUCTIONS[r.kind].index for r in p.folds) > 1 for p in plan.passes)
 
 
 def _loading(plan: KernelPlan, ctx: Context) -> Cut:
-    """How a loop over chunks loads; of one tensor, the first relation says whether it is smaller than the cache."""
+    """How a loop over chunks loads. For a single tensor, the first guard says whether it is smaller than the cache."""
     read = _read(plan)
     if len(read) != 1:
         return Cut(True)
@@ -165,7 +166,7 @@ def _loading(plan: KernelPlan, ctx: Context) -> Cut:
 def split(
     plan: KernelPlan, name: str, ctx: Context
 ) -> tuple[tuple[Function, ...], tuple[Partial, ...], tuple[Guard, ...]]:
-    """One or two functions for `plan`, the temporaries of all programs, and what the choice rests on."""
+    """One or two functions for `plan`, the temporaries that programs share, and the guards of the choice."""
     how = cut(plan, ctx)
     layout = reduction_layout(plan, ctx, True, how.ahead.tile if how.ahead else None)
     inner = layout.dims[-1]
@@ -190,7 +191,7 @@ def split(
 
 
 def _chunks(plan: KernelPlan, how: Cut, inner: Dim) -> tuple[Expr, int]:
-    """How many chunks there are, and how many there may be for any sizes."""
+    """The number of chunks, and its upper bound over all sizes."""
     if how.ahead is not None:
         units, wanted = programs(plan, how.ahead.tile.outer), expr(how.ahead.programs)
         longest = tiles.power_of_two(how.ahead.programs)
@@ -203,7 +204,7 @@ def _chunks(plan: KernelPlan, how: Cut, inner: Dim) -> tuple[Expr, int]:
 
 
 def unsplit(plan: KernelPlan, name: str, ctx: Context) -> tuple[Function, tuple[Guard, ...]]:
-    """The function of a plan that is not split, and what the choice rests on."""
+    """The function of a plan that is not split, and the guards of the choice."""
     how = cut(plan, ctx)
     if how.whole is None:
         nest = Nest(plan, name, ctx)
@@ -217,7 +218,7 @@ def unsplit(plan: KernelPlan, name: str, ctx: Context) -> tuple[Function, tuple[
 
 
 def _in_one(nest: Nest, rest: Nest, chunks: Expr, counters: Partial) -> Function:
-    """The function of `nest`, the last of whose programs for each tile goes on with `rest`."""
+    """The function of `nest`; the last of its programs for each tile continues with `rest`."""
     assert nest.units() == rest.units()
     nest.dtypes[counters.name] = counters.dtype
     rest.params = nest.params
@@ -238,8 +239,8 @@ def _in_one(nest: Nest, rest: Nest, chunks: Expr, counters: Partial) -> Function
 
 
 def _combine_layout(plan: KernelPlan, longest: int, first: Layout | None) -> Layout:
-    """All chunks of a row, at most `longest`, at once; for neighbouring results, a loop over them. `first`: programs
-    have the tiles of that, whose work they go on with."""
+    """The layout for combining: a row's chunks, at most `longest`, at once; for neighbouring results, a loop over
+    chunks. `first`: the layout of the programs that continue, whose tiles are kept."""
     kept, reduced = [a for a in plan.axes if not a.reduced], list(plan.reduced_axes)
     if not is_column(plan):
         return Layout(kept, [Dim(reduced, longest, "r", whole=True)], first.warps if first else 4)
@@ -253,7 +254,7 @@ def _combine_layout(plan: KernelPlan, longest: int, first: Layout | None) -> Lay
 
 
 def result_address(plan: KernelPlan, results: Expr) -> Expr:
-    """Where a chunk's result lies in a partial buffer: chunk after chunk, each as the kept axes run."""
+    """The index of a chunk's result in a partial buffer: chunks are outermost, then the kept axes in their order."""
     at = expr(0)
     for a in plan.axes:
         if not a.reduced:
@@ -276,7 +277,7 @@ def _partials(plan: KernelPlan, nest: Nest, name: str, size: Expr) -> list[Parti
 
 
 def _write_partial(nest: Nest, chunks: Expr, at: Expr, name: str, how: Cut) -> None:
-    """A looped pass over a chunk, stored unfinished. What is loaded ahead is dealt out tile by tile, in turn."""
+    """Emit a looped pass over a chunk that stores its accumulators. If loads are ahead, chunks take tiles in turn."""
     nest.open_programs([("chunk", chunks)])
     inner = nest.layout.dims[-1]
     along = nest.runs_along(inner)
@@ -322,7 +323,7 @@ def _write_partial(nest: Nest, chunks: Expr, at: Expr, name: str, how: Cut) -> N
 def combine_plan(
     plan: KernelPlan, chunks: Expr, results: Expr, name: str, dtypes: dict[str, torch.dtype]
 ) -> KernelPlan:
-    """What is left to do once the chunks are reduced: the same reductions over chunks, and what follows them."""
+    """The plan after chunks are reduced: the same reductions over the chunks' results, and the rows behind them."""
     reduced = {a.sym for a in plan.reduced_axes}
     at = result_address(plan, results)
     rows: list[Row] = []
@@ -331,7 +332,7 @@ def combine_plan(
     spreads = {m.number: m for m in moments_by_phase(plan).get(0, ())}
     for r in plan.reductions:
         if r.number in spreads:
-            reductions.append(r)  # its row comes behind the centre's
+            reductions.append(r)  # its row is added after the centre's
             continue
         rows.append(Row("load", (), dtypes[f"{name}_p{r.number}"], (f"{name}_p{r.number}", (at,))))
         if REDUCTIONS[r.kind].index:

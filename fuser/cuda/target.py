@@ -1,4 +1,5 @@
-"""What lowering and scheduler know of NVIDIA's GPUs. Tiles and cuts are in `tiles.py` and `split.py`."""
+"""NVIDIA GPUs' `Target`: all that lowering and scheduler know of them. `tiles.py` and `split.py` choose tiles and
+cuts."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ import torch
 
 from fuser.targets import DTYPES, Target
 
-# `few_rows`: a multiprocessor of an H200 reads 70 GB/s, so that 60 rows take what memory gives. Of 32 rows or more two
-# further launches cost as much as they gain, unless the rows under way are read from memory twice: 67108 rows of 1000
-# columns took 2.8 times TorchInductor's time in 8 programs (bfloat16), 1.3 times in 32 (float32); 4096 columns took 1.1
-# times in 64 (bfloat16, H100), split 0.97; in 128 (float32) 0.98 to 1.01. `cached`: norms of 64 to 512 rows of 0.4 to
-# 16 Mi elements take 0.80 to 0.93 of the time if they are split, of 128 rows of 256 Ki 1.15.
-# `sums_by_dims`: averages of 11x11 windows took four times ATen's time; `window_dims`: poolings of 3x3x3 windows 1.7.
+# `few_rows`: a multiprocessor of an H200 reads 70 GB/s, so 60 rows use all memory bandwidth. From 32 rows on, two
+# further launches cost as much as they gain, unless the rows in flight are read from memory twice: 67108 rows of 1000
+# columns took 2.8 times TorchInductor's time in 8 programs (bfloat16), 1.3 times in 32 (float32); 4096 columns took
+# 1.1 times in 64 (bfloat16, H100), split 0.97; in 128 (float32) 0.98 to 1.01. `cached`: norms of 64 to 512 rows of 0.4
+# to 16 Mi elements take 0.80 to 0.93 of the time if they are split, of 128 rows of 256 Ki 1.15. `sums_by_dims`:
+# averages of 11x11 windows took four times ATen's time; `window_dims`: poolings of 3x3x3 windows 1.7.
 TARGET = Target(
     "cuda", empty_statistics=False, dtypes=DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}, ordered=False,
     unrolls=8, joins=True, joins_stored=1 << 20, sums_by_dims=False, window_dims=2, few_rows=32, long_row=1 << 17,

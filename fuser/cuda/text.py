@@ -18,8 +18,8 @@ from fuser.ops import TRITON_POINTERS
 class Param:
     """An argument of a kernel. `kind` is "pointer", "int32", "int64" or "float64".
 
-    `value` is a buffer's name, an expression over sizes, or a scalar input's name. `divisor` divides a pointer or
-    number.
+    `value` is a buffer's name, an expression over sizes, or a scalar input's name. `divisor` is known to divide a
+    pointer or number.
     """
 
     name: str
@@ -34,10 +34,10 @@ Guard = tuple[str, Expr, Expr]
 
 @dataclass
 class Params:
-    """The parameters of one kernel in order of need, and what their being divisible rests on.
+    """The parameters of one kernel in the order of first use, and the guards of their divisors.
 
     `hint` gives an expression's value in the example, `aligned` says which buffers start at a multiple of 16 bytes,
-    `extents` how far the loop variables run.
+    `extents` gives the ranges of loop variables.
     """
 
     hint: Callable[[Expr], int]
@@ -49,22 +49,22 @@ class Params:
     _numbers: dict[tuple[Expr, str], str] = field(default_factory=dict)
 
     def pointer(self, buffer: str) -> str:
-        """The pointer to a buffer."""
+        """The parameter that points to a buffer."""
         if buffer not in self.known:
             kind = TRITON_POINTERS[self.dtypes[buffer]]
             self.known[buffer] = Param(buffer, "pointer", buffer, kind, VECTOR if self.aligned(buffer) else 1)
         return buffer
 
     def scalar(self, name: str) -> str:
-        """A float input."""
+        """The parameter of a float input."""
         key = f"f_{name}"
         self.known.setdefault(key, Param(key, "float64", name, "fp64", 1))
         return key
 
     def number(self, e: Expr, bits: int, name: str = "", matters: bool = False) -> str:
-        """A number that is fixed for a launch: a literal, or a parameter computed by the launcher.
+        """The text of a number that is constant in a launch: a literal, or a parameter computed by the launcher.
 
-        Where it `matters` for wide accesses what divides it, the kernel is for one class (`divisor_of`).
+        `matters`: its divisibility decides how wide accesses are, so the kernel is for one class of it (`divisor_of`).
         """
         value = e.as_int()
         if value is not None:
@@ -84,14 +84,14 @@ class Params:
 
 
 def divisor_class(e: Expr, divisor: int) -> list[Guard]:
-    """Guards for what `divisor`, but not the one before it in `DIVISORS`, divides."""
+    """Guards for numbers that `divisor` divides, but not the next larger one in `DIVISORS`."""
     more = [("ne", d) for d in DIVISORS[:DIVISORS.index(divisor)][-1:]]
     rests = [(relation, mod(e, expr(d))) for relation, d in [("eq", divisor), *more]]
     return [(relation, rest, expr(0)) for relation, rest in rests if rest.as_int() is None]
 
 
 def triton_expr(e: Expr, params: Params, bits: int, name: Callable[[Sym], str], matters: bool = False) -> str:
-    """An integer expression over loop variables, in `bits` bits; what is fixed for a launch becomes parameters."""
+    """An integer expression over loop variables, in `bits` bits; its launch-constant factors become parameters."""
     parts = []
     for moving, factor in fixed_factors(e).items():
         factors = [name(a) if isinstance(a, Sym) else _call(a, params, bits, name) for a in moving]
@@ -102,7 +102,7 @@ def triton_expr(e: Expr, params: Params, bits: int, name: Callable[[Sym], str], 
 
 
 def fixed_factors(e: Expr) -> dict[tuple[Sym | Call, ...], Expr]:
-    """By product of what differs within a launch, its factor, which is fixed for a launch."""
+    """The terms of `e`, as product of the symbols that vary in a launch → its launch-constant factor."""
     out: dict[tuple[Sym | Call, ...], Expr] = {}
     for monomial, c in e.terms:
         moving = tuple(a for a in monomial if _moves(a))
@@ -134,14 +134,14 @@ class Lines:
         self.depth = 1
 
     def add(self, text: str) -> None:
-        """One line at the current depth."""
+        """Append one line at the current depth."""
         self.lines.append("    " * self.depth + text)
 
     def open(self, text: str) -> None:
-        """A line that opens a block."""
+        """Append a line that opens a block."""
         self.add(text + ":")
         self.depth += 1
 
     def close(self) -> None:
-        """The block's end."""
+        """End the block."""
         self.depth -= 1

@@ -1,4 +1,4 @@
-"""Triton: finding it, compiling one kernel to a binary, keeping that on disk. Imported on first need."""
+"""Triton: finding it, compiling a kernel to a binary, keeping binaries on disk. Triton is imported on first need."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from fuser.cuda.nest import Function
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 4), (3, 7)
-FORMAT = 3  # of what is kept on disk
+FORMAT = 3  # of the entries on disk
 settings: Any = config
-_lock = forks.lock()  # one compilation at a time inside this process: parts of Triton keep state there
+_lock = forks.lock()  # one compilation at a time in this process: parts of Triton keep state
 
 
 @functools.cache
 def triton_version() -> str | None:
-    """The version of Triton that is installed; None if there is none."""
+    """The version of the installed Triton; None if there is none."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -45,12 +45,12 @@ def triton_version() -> str | None:
 
 
 def why_not() -> str | None:
-    """None if kernels can be made or found, else what is wrong."""
+    """None if kernels can be compiled or found prebuilt, else the reason."""
     return None if _elsewhere() else why_no_triton()
 
 
 def why_no_triton() -> str | None:
-    """None if Triton can be used, else what is wrong with it."""
+    """None if Triton can be used, else the reason."""
     version = triton_version()
     if version is None or importlib.util.find_spec("triton") is None:
         return because("compiler", "Triton is not installed: kernels for CUDA devices need it (pip install triton)")
@@ -63,22 +63,22 @@ def why_no_triton() -> str | None:
 
 @dataclass(frozen=True)
 class Request:
-    """One kernel to compile: its source file's text, the function, and what it is specialised on."""
+    """One kernel to compile: its source file's text, the function, and its specialisation."""
 
     text: str
     name: str
     types: tuple[tuple[str, str], ...]  # (parameter, type) in order
-    divisors: tuple[tuple[int, int], ...]  # parameters, and what divides them
+    divisors: tuple[tuple[int, int], ...]  # (parameter number, its divisor)
     warps: int
     capability: int
     fused_multiply_add: bool
     checked: bool
-    stages: int = 0  # of pipelined loops; 0: Triton's own number
-    registers: int = 0  # of a thread at most; 0: all there are
+    stages: int = 0  # of pipelined loops; 0: Triton's default
+    registers: int = 0  # most registers of a thread; 0: no limit
 
     @property
     def digest(self) -> str:
-        """What tells its binary from all others."""
+        """The digest that identifies the kernel's binary."""
         return self.digest_with(triton_version())
 
     def digest_with(self, triton: str | None) -> str:
@@ -96,11 +96,11 @@ def request(text: str, f: Function, capability: int, numerics: str) -> Request:
 
 
 def compile_kernel(r: Request) -> Entry:
-    """The binary of a kernel, from disk if it was made before, here or elsewhere. Raises CompileError."""
+    """The binary of a kernel, from disk if it was compiled before, here or elsewhere. Raises CompileError."""
     folder = cache_folder()
     known = (_read(folder, r.digest) if folder is not None else None) or _read_elsewhere(r)
     if known is None and folder is not None:
-        with files.claim(folder / r.digest, settings.compile_timeout_seconds):  # another process may be making it
+        with files.claim(folder / r.digest, settings.compile_timeout_seconds):  # another process may be compiling it
             known = _read(folder, r.digest, remote.read)
             if known is None:
                 made = _counted(r)
@@ -119,19 +119,19 @@ def _counted(r: Request) -> Entry:
 
 
 def source_path(text: str) -> str:
-    """Where the source of kernels is kept for reading."""
+    """The path of the file with the kernels' source, for people to read."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
     folder = cache_folder()
     if folder is None:
         return f"<fuser {digest}>"
     path = folder / f"{digest}.py"
-    if not path.exists():  # for reading only: no process takes it from there
+    if not path.exists():  # for people only: no process reads it
         write(path, text.encode(), sealed=False)
     return str(path)
 
 
 def compile_now(r: Request) -> Entry:
-    """Run Triton's compiler, in a process of its own wherever one can be started. Raises CompileError."""
+    """Run Triton's compiler, in a process of its own if one can be started. Raises CompileError."""
     reason = why_no_triton()
     if reason is not None:
         raise CompileError(reason)
@@ -147,10 +147,10 @@ def compile_now(r: Request) -> Entry:
 
 
 def compile_all(requests: Sequence[Request]) -> tuple[Entry, ...]:
-    """The binaries of several kernels, made at the same time. Raises CompileError."""
-    if len(requests) < 2:  # none: all results are views, or hold nothing
+    """The binaries of several kernels, compiled in parallel. Raises CompileError."""
+    if len(requests) < 2:  # none: all results are views, or have no elements
         return tuple(map(compile_kernel, requests))
-    own = config.snapshot()  # overrides are this thread's
+    own = config.snapshot()  # overrides hold for this thread only
 
     def compile_one(r: Request) -> Entry:
         with config.override(**own):
@@ -166,7 +166,7 @@ def load_source(text: str) -> dict[str, Any]:
 
 # -- the disk ----------------------------------------------------------------------------------------------------------
 def cache_folder() -> pathlib.Path | None:
-    """Where binaries are kept; None if nothing can be."""
+    """The folder of binaries; None if nothing can be kept."""
     if not settings.cache_dir:
         return None
     try:
@@ -178,7 +178,7 @@ def cache_folder() -> pathlib.Path | None:
 
 
 def _elsewhere() -> tuple[prebuilt.Prebuilt, ...]:
-    """Folders with binaries that were made elsewhere, for some device that is here."""
+    """Folders of prebuilt binaries for some device of this machine."""
     found = prebuilt.for_gpu()
     if not found or driver.why_not() is not None:
         return ()
@@ -187,7 +187,7 @@ def _elsewhere() -> tuple[prebuilt.Prebuilt, ...]:
 
 
 def kept_binary(digest: str, folder: pathlib.Path | None) -> Entry | None:
-    """The binary that was kept for the request of this digest: in the cache or the fleet's store, or in `folder`."""
+    """The binary of the request with this digest: from the cache or the remote store, or from `folder`."""
     if folder is not None:
         return _read(folder / "cuda", digest)
     own = cache_folder()
@@ -197,7 +197,7 @@ def kept_binary(digest: str, folder: pathlib.Path | None) -> Entry | None:
 
 
 def _read_elsewhere(r: Request) -> Entry | None:
-    """A binary that was made elsewhere, by the version of Triton that is here or, if there is none, by any."""
+    """A prebuilt binary, compiled by the installed version of Triton or, if there is none, by any."""
     for folder in prebuilt.for_gpu():
         known = _read(folder.path / "cuda", r.digest_with(triton_version() or folder.manifest.triton))
         if known is not None:
@@ -213,7 +213,7 @@ def _read(
 
 
 def entry_of(facts: bytes | None, cubin: bytes | None) -> Entry | None:
-    """The binary that two entries hold; None if they do not belong together."""
+    """The binary that two entries describe; None if they do not belong together."""
     if facts is None or cubin is None:
         return None
     try:
@@ -237,7 +237,7 @@ def _keep(folder: pathlib.Path, r: Request, e: Entry) -> None:
 
 
 def write(path: pathlib.Path, data: bytes, sealed: bool = True) -> None:
-    """Write an entry whole or not at all; a disk that cannot be written is no error."""
+    """Write an entry whole or not at all; errors of the disk are ignored."""
     with contextlib.suppress(OSError):
         files.write(path, data, sealed)
         eviction.note(len(data))

@@ -1,7 +1,7 @@
-"""Tiles by measurement, under `max_autotune`: a few variants of a kernel race its own tiles, and the winner is kept.
+"""Tiles by measurement, under `max_autotune`: variants of a kernel race its default tiles, and the winner is kept.
 
-Only what changes no result is varied (`layout.reduction_layout`), and a variant whose results differ in any bit from
-those of the tables' tiles is out of the race. Inputs are made for the race: those of the call may not be there yet.
+Only parameters that change no result vary (`layout.reduction_layout`), and a variant whose results differ in any bit
+from those of the default tiles is disqualified. Races use inputs of their own: those of the call may not exist yet.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from fuser.errors import CompileError, Unsupported
 from fuser.ir.sizes import run_program
 from fuser.runtime import launcher, python_launcher, workers
 
-# In order of promise; those that write the same kernel as an earlier one are not tried.
+# Most promising first; a variant that gives the same kernel as an earlier one is not tried.
 VARIANTS = (
     Variant(outer=1), Variant(outer=-1), Variant(warps=1), Variant(outer=1, warps=1), Variant(outer=-1, warps=-1),
     Variant(stages=2), Variant(stages=4), Variant(stages=5),
 )  # fmt: skip
-MOST = 5  # variants that race
-LEAST_WORK = 1 << 18  # element operations of a kernel that is worth a race
+MOST = 5  # most variants in a race
+LEAST_WORK = 1 << 18  # least element operations of a kernel for a race
 TABLE = "table"
-_choosing = forks.lock()  # so that a class is not raced for twice
+_choosing = forks.lock()  # so that a class is raced only once
 Run = Callable[..., Any]
 
 
 def variants(source: Source) -> dict[str, Source]:
-    """The sources that differ from `source`, at most `MOST`, by what is different."""
+    """At most `MOST` sources that differ from `source`, by the text of their variant."""
     found: dict[str, Source] = {}
     if source.again is None or any(_scatters(f.text) for f in source.functions):
         return found
@@ -52,7 +52,7 @@ def variants(source: Source) -> dict[str, Source]:
 
 
 def _scatters(text: str) -> bool:
-    """Whether a kernel writes results by atomics, in no order; those that count programs do not matter."""
+    """Whether a kernel writes results by atomics, in no order; atomics that count programs do not matter."""
     return any("tl.atomic" in line and "_arrived" not in line for line in text.splitlines())
 
 
@@ -61,7 +61,8 @@ def _kernels(source: Source) -> Any:
 
 
 def size_class(source: Source, args: Sequence[Any]) -> tuple[int, ...]:
-    """For each kernel the power of two that holds its work for `args`. Unsupported if the source does not take them."""
+    """The power of two that holds the work for `args`, for each kernel. Unsupported if the source does not accept
+    them."""
     inputs = tuple(dataclasses.replace(p, aligned=False) for p in source.program.inputs)  # there may be no memory yet
     bound = python_launcher.match(dataclasses.replace(source.program, inputs=inputs), args)
     if bound is None:
@@ -70,7 +71,7 @@ def size_class(source: Source, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def tuned(source: Source, args: Sequence[Any]) -> Source:
-    """The source with the tiles that are fastest for arguments like `args`: chosen earlier, or by a race now."""
+    """The source with the fastest tiles for arguments like `args`: chosen earlier, or by a race now."""
     others = variants(source)
     try:
         size = size_class(source, args)
@@ -94,7 +95,7 @@ def tuned(source: Source, args: Sequence[Any]) -> Source:
 
 
 def examples(args: Sequence[Any]) -> list[Any]:
-    """New arguments with the sizes and strides of `args`, each time the same: normal numbers, and zeros as indices."""
+    """New arguments with the sizes and strides of `args`, always the same: normal numbers, and zeros as indices."""
     made = []
     for a in args:
         if not isinstance(a, torch.Tensor):
@@ -134,7 +135,7 @@ def _race(source: Source, others: Mapping[str, Source], args: Sequence[Any]) -> 
 
 
 def outcome(run: Callable[..., Any], args: Sequence[Any]) -> list[torch.Tensor]:
-    """What a call gives, and what it leaves in its arguments, as bytes."""
+    """A call's results and its arguments afterwards, as bytes."""
     made = examples(args)
     out = run(*made)
     every = [*(out if isinstance(out, (tuple, list)) else (out,)), *made]
@@ -143,12 +144,12 @@ def outcome(run: Callable[..., Any], args: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
-    """Whether two outcomes are the same to the bit."""
+    """Whether two outcomes are equal bit for bit."""
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _compiled(sources: Mapping[str, Source]) -> tuple[dict[str, Run], list[tuple[str, str]]]:
-    """A handle for each source that fits the device, and why others do not."""
+    """A handle for each source that fits the device, and the reasons why others do not."""
     settings = config.snapshot()
     device = torch.cuda.current_device()
     capability = driver.capability(device)

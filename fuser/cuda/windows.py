@@ -1,9 +1,9 @@
-"""Reads of windows in elementwise kernels: neighbours of each element, and what stands for those outside of the tensor.
+"""Windows in elementwise kernels: each element reads neighbours, and a constant replaces those outside the tensor.
 
-Along a long vector axis, loads that lie apart by less than a vector access are made element by element: with four
-neighbours a thread, each of them would touch four times as many lines of the cache (seen on an H200: pools of eight
-took four times as long). Along a short one, and where windows have a stride, programs have few elements of all axes.
-The value outside goes into the load, and what is compared with an edge is compared in 32 bits.
+Along a long vector axis, loads less than a vector access apart are made element by element: with four neighbours for
+each thread, each load would touch four times as many cache lines (on an H200, poolings of eight took four times as
+long). Along a short axis, and for windows with a stride, programs have few elements of all axes. The constant becomes
+the load's `other` value, and comparisons with edges are made in 32 bits.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from fuser.ir.sizes import INDIRECT, LOOP, ONE, SIZE, Call, Expr, Sym, coefficie
 from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import KernelPlan
 
-FEWEST = 3  # loads of one tensor that are a window
+FEWEST = 3  # loads of one tensor that make a window
 _COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 _INT32 = 1 << 31
 
 
 @dataclass(frozen=True)
 class Windows:
-    """What a kernel makes of its windows, by rows of the plan.
+    """How a kernel treats its windows, by rows of the plan.
 
-    `apart`: accesses are made element by element. `filled`: loads with what they give where their condition does not
-    hold; `given`: the choices that these loads then are. `compared`: comparisons of numbers that fit in 32 bits, under
-    `guards`. `unused`: rows that then nobody reads.
+    `apart`: accesses are made element by element. `filled`: loads, with their values where their condition is false;
+    `given`: the selects that these loads replace. `compared`: comparisons of numbers that fit in 32 bits under
+    `guards`. `unused`: rows that are then not read.
     """
 
     apart: bool = False
@@ -43,7 +43,7 @@ class Windows:
 
 
 def find_windows(plan: KernelPlan) -> Windows:
-    """The windows of a plan; nothing for one that reduces."""
+    """The windows of a plan; empty for one that reduces."""
     if plan.reductions or plan.ordered is not None or not any(row.op == "load" and row.args for row in plan.rows):
         return Windows()
     filled, given = _filled(plan)
@@ -53,7 +53,7 @@ def find_windows(plan: KernelPlan) -> Windows:
 
 
 def reads_windows(plan: KernelPlan) -> bool:
-    """Whether a plan reads neighbours of each element that no vector access fits, of some tensor."""
+    """Whether a plan reads neighbours of each element of some tensor at offsets that no vector access fits."""
     if plan.reductions or plan.ordered is not None:
         return False
     itemsize = {name: dtype.itemsize for name, dtype in plan.buffers}
@@ -66,13 +66,13 @@ def reads_windows(plan: KernelPlan) -> bool:
 
 
 def has_stride(plan: KernelPlan) -> bool:
-    """Whether a plan reads some tensor by steps along its vector axis, as poolings with a stride do."""
+    """Whether a plan reads some tensor with a stride along its vector axis, as strided poolings do."""
     steps = (coefficient(p, plan.vector) for found in _places(plan).values() for p in found if plan.vector is not None)
     return any(c is not None and abs(c.as_int() or 0) > 1 for c in steps)
 
 
 def _places(plan: KernelPlan) -> dict[str, list[Expr]]:
-    """By tensor, the addresses at which a plan reads it, but for computed ones."""
+    """The addresses at which a plan reads each tensor, except computed ones."""
     places: dict[str, list[Expr]] = {}
     for row in plan.rows:
         if row.op == "load" and not indirect_rows(row):
@@ -81,7 +81,7 @@ def _places(plan: KernelPlan) -> dict[str, list[Expr]]:
 
 
 def _is_apart(plan: KernelPlan) -> bool:
-    """Whether loads of one tensor run along memory at places that no vector access fits."""
+    """Whether contiguous loads of one tensor are at offsets that no vector access fits."""
     itemsize = {name: dtype.itemsize for name, dtype in plan.buffers}
     for name, found in _places(plan).items():
         if plan.vector is None or len(found) < FEWEST or coefficient(found[0], plan.vector) != ONE:
@@ -93,7 +93,7 @@ def _is_apart(plan: KernelPlan) -> bool:
 
 
 def _filled(plan: KernelPlan) -> tuple[dict[int, bool | int | float], dict[int, int]]:
-    """Loads under a condition whose only reader chooses a constant where the condition does not hold."""
+    """Loads under a condition whose only reader selects a constant where the condition is false; and these selects."""
     readers: dict[int, list[int]] = {}
     for n, row in enumerate(plan.rows):
         for a in (*row.args, *indirect_rows(row)):
@@ -116,7 +116,7 @@ def _filled(plan: KernelPlan) -> tuple[dict[int, bool | int | float], dict[int, 
 
 
 def _constant_for(row: Row, dtype: torch.dtype) -> bool | int | float | None:
-    """The value of a constant that every dtype of its kind has, or that `dtype` has; None for others."""
+    """The value of a constant that every dtype of its kind, or `dtype`, represents; None for others."""
     if row.dtype is torch.bool or dtype.itemsize == 1:
         return None
     if row.dtype.is_floating_point and dtype.is_floating_point:
@@ -128,7 +128,7 @@ def _constant_for(row: Row, dtype: torch.dtype) -> bool | int | float | None:
 
 
 def _compared(plan: KernelPlan) -> tuple[dict[int, tuple[Expr, Expr]], tuple[Guard, ...]]:
-    """Comparisons of indices with edges, and what their fitting in 32 bits rests on."""
+    """Comparisons of indices with edges, and the guards under which they fit in 32 bits."""
     found: dict[int, tuple[Expr, Expr]] = {}
     guards: dict[Guard, None] = {}
     sizes = {a.sym: a.size for a in plan.axes}
@@ -153,7 +153,8 @@ def _index(row: Row) -> Expr | None:
 
 
 def _most(e: Expr, sizes: dict[Sym, Expr]) -> Expr | None:
-    """A bound of the size of an expression of loop variables and sizes, and of what it is computed from."""
+    """An upper bound of the absolute value of an expression over loop variables and sizes, and of its
+    subexpressions."""
     total = expr(0)
     for monomial, factor in e.terms:
         bounds = [_most_of(a, sizes) for a in monomial]
@@ -164,7 +165,7 @@ def _most(e: Expr, sizes: dict[Sym, Expr]) -> Expr | None:
 
 
 def _most_of(a: Sym | Call, sizes: dict[Sym, Expr]) -> Expr | None:
-    """The same of an atom: a quotient or remainder by a number is no larger than what is divided, or the number."""
+    """The same for an atom: a quotient or remainder by a number is at most the dividend or the number."""
     if isinstance(a, Sym):
         return sizes[a] if a.kind == LOOP else expr(a) if a.kind == SIZE else None
     value, by = a.args
@@ -175,7 +176,7 @@ def _most_of(a: Sym | Call, sizes: dict[Sym, Expr]) -> Expr | None:
 
 
 def _unused(plan: KernelPlan, given: dict[int, int], compared: dict[int, tuple[Expr, Expr]]) -> frozenset[int]:
-    """Rows that nobody reads once choices are loads and comparisons are their own."""
+    """Rows that are not read once loads replace selects, and comparisons use expressions of their own."""
     pending = [s.row for s in plan.stores]
     pending += [int(x.name[1:]) for s in plan.stores for x in symbols(s.address) if x.kind == INDIRECT]
     needed: set[int] = set()
