@@ -5,8 +5,8 @@
     <the members, each at a multiple of 64 bytes, zeros between>
 
 Digests are BLAKE2b of 32 bytes, in hexadecimal; the HMAC is HMAC-SHA256 under a key that writer and reader share.
-Nothing in an archive is compressed, interpreted or a path outside of it: a reader takes names of letters, digits and
-`_ . - /`, and a file whose length is exactly what its index says.
+Nothing in an archive is compressed or interpreted, and no name is a path outside of it: a reader accepts names of
+letters, digits and `_ . - /`, and a file of exactly the length that its index says.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Data = bytes | bytearray | memoryview
 
 
 class ArchiveError(ValueError):
-    """A file that is no whole archive, or must not be used. The argument is the sentence that says why."""
+    """A file that is not a whole archive, or must not be used. The argument is the sentence that says why."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One named part: where it is, its bytes, its digest."""
+    """One named part: its offset, size in bytes and digest."""
 
     name: str
     start: int
@@ -52,7 +52,7 @@ class Member:
 
 
 def is_name(name: str) -> bool:
-    """Whether a member may have this name: a relative path that stays where it is."""
+    """Whether a member may have this name: a relative path without `..`."""
     return len(name) <= _LONGEST_NAME and _NAME.fullmatch(name) is not None
 
 
@@ -81,7 +81,7 @@ def _check_names(names: list[str]) -> None:
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 def header(members: Mapping[str, Data], key: bytes | None = None) -> bytes:
-    """All that stands before the members of an archive. ArchiveError for a name that no member may have."""
+    """The bytes before the members of an archive. ArchiveError for a name that no member may have."""
     _check_key(key)
     _check_names(list(members))
     rows = [f"{memoryview(data).nbytes} {digest(data)} {name}\n" for name, data in sorted(members.items())]
@@ -92,9 +92,9 @@ def header(members: Mapping[str, Data], key: bytes | None = None) -> bytes:
 
 
 def write(path: os.PathLike[str] | str, members: Mapping[str, Data], key: bytes | None = None) -> None:
-    """Write an archive, whole or not at all; who may read files here may read it. OSError if that cannot be done.
+    """Write an archive, whole or not at all, readable by those who may read new files here. OSError if that fails.
 
-    With a `key` only readers that know it can tell that nobody changed the archive.
+    With a `key`, readers that know the key detect any change of the archive.
     """
     path = pathlib.Path(path).absolute()
     if path.is_dir():
@@ -113,8 +113,8 @@ def write(path: os.PathLike[str] | str, members: Mapping[str, Data], key: bytes 
 class Archive:
     """An archive that is open for reading; also a context manager. Members are checked when they are read.
 
-    ArchiveError says why a file is refused: it is damaged, of another version, without the signature of `key`, or, if
-    there is no key, written by another user or writable by others. OSError if it cannot be read.
+    ArchiveError says why a file is refused: it is damaged, of another version, not signed with `key`, or, if there is
+    no key, written by another user or writable by others. OSError if it cannot be read.
     """
 
     def __init__(self, path: os.PathLike[str] | str, key: bytes | None = None) -> None:
@@ -176,7 +176,7 @@ class Archive:
         return out
 
     def _padded(self, at: int, end: int) -> int:
-        """Where the next member begins. What stands between is zeros."""
+        """The offset of the next member. ArchiveError if the padding before it is not zeros."""
         size = _padding(at)
         if at + size <= end and self._bytes(at, size) != bytes(size):
             raise self._refused(f"there is something between its members, at {at}")

@@ -1,4 +1,4 @@
-"""Compilations in the background, and how little other threads notice of them."""
+"""Compilations in the background, with little delay for other threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SWITCH_SECONDS = 1e-4  # Python's own is 5e-3: each operator of a call in anoth
 
 
 class _Yielding:
-    """How often threads take turns while some run in `yielding`."""
+    """The thread switch interval, shortened while some threads run in `yielding`."""
 
     def __init__(self) -> None:
         self.lock, self.inside, self.before = forks.lock(), 0, 0.0
@@ -41,7 +41,7 @@ class _Yielding:
                 self.restore()
 
     def restore(self) -> None:
-        if self.before and abs(sys.getswitchinterval() - _SWITCH_SECONDS) < 1e-6:  # else somebody has set it meanwhile
+        if self.before and abs(sys.getswitchinterval() - _SWITCH_SECONDS) < 1e-6:  # else others have set it
             sys.setswitchinterval(self.before)
         self.before = 0.0
 
@@ -55,7 +55,7 @@ _yielding = _Yielding()
 
 @contextlib.contextmanager
 def yielding() -> Iterator[None]:
-    """Have Python's threads take turns more often: the others hardly notice the Python that runs in this block."""
+    """Shorten Python's thread switch interval in this block, so that its Python code delays other threads little."""
     _yielding.enter()
     try:
         yield
@@ -64,7 +64,7 @@ def yielding() -> Iterator[None]:
 
 
 def as_here(function: Callable[[], object]) -> Callable[[], None]:
-    """A function that calls `function` under the settings of this thread, for another."""
+    """A function for another thread that calls `function` under the settings of this thread."""
     current = config.snapshot()
 
     def call() -> None:

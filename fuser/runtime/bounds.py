@@ -1,4 +1,4 @@
-"""What kernels compiled with `config.check_bounds` report of an access outside of its buffer."""
+"""Out-of-bounds accesses that kernels compiled with `config.check_bounds` report."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from fuser.runtime.libraries import Library
 
 
 def violation(library: str, program: LaunchProgram) -> str | None:
-    """The first access outside that a kernel made since it was last asked; None if there was none."""
+    """The first out-of-bounds access of a program's kernels since the last call of this function; None if there was
+    none."""
     opened = Library(library)
     loaded = opened.library
     for entry in dict.fromkeys(step.entry for step in program.steps):
         try:
             found = (ctypes.c_longlong * 3).in_dll(loaded, f"{entry}_bounds")
-        except ValueError:  # no checks, or of another device
+        except ValueError:  # without checks, or for another device
             continue
         if found[0]:
             buffer = ctypes.string_at(found[0]).decode()
@@ -28,7 +29,7 @@ def violation(library: str, program: LaunchProgram) -> str | None:
 
 
 def bounds_error(kernels: Iterable[tuple[str, LaunchProgram]]) -> BoundsError:
-    """The error that says what one of the kernels, as (library, program), reports."""
+    """The error for the first report of the kernels, each given as (library, program)."""
     found = (violation(library, program) for library, program in kernels)
     text = next((text for text in found if text is not None), "a kernel uses an offset outside of its buffer")
     return BoundsError(f"{text}: a defect of fuser, not of the program")

@@ -1,4 +1,5 @@
-"""Which C++ compilers there are, looked up once for each `$CXX` and `$PATH`, and which flags each kind understands."""
+"""The C++ compilers of this machine, looked up once for each `$CXX` and `$PATH`, and the flags that each kind
+accepts."""
 
 from __future__ import annotations
 
@@ -17,20 +18,19 @@ from fuser.reasons import because
 
 Command = tuple[str, ...]
 NAMES = ("g++", "clang++")
-BARE = "-nostdlib++"  # kernels need nothing of C++'s library, which takes the wheel's compiler a minute to make
+BARE = "-nostdlib++"  # kernels need no C++ library, which the wheel's compiler takes a minute to build
 WHEEL = "ziglang"  # a compiler in a wheel: what `pip install fuser[compiler]` brings
 
 
-# -O3 takes 1.7 times as long to compile, unrolling what is vectorised, and its kernels are not faster.
+# -O3 takes 1.7 times as long to compile, because it unrolls vectorised loops, and its kernels are not faster.
 FLAGS = (
     "-O2", "-ftree-vectorize", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno",
     "-fno-trapping-math", "-ffp-contract=off", "-fopenmp-simd", "-fno-exceptions", "-fno-rtti", "-fvisibility=default",
     "-w",
 )  # fmt: skip
-# A loop under a condition that does not change in it becomes two loops: vectors are made of neither otherwise. Rows of
-# joins and pads that are normalised have more than the 50 instructions to which g++ keeps that. Threaded jumps make
-# branches of choices that follow each other (`relu6`): loops without vectors and mispredicted tails, and they take a
-# quarter of the time of compilation.
+# A loop with a loop-invariant condition becomes two loops; otherwise neither vectorises. Loops of normalised joins and
+# pads exceed g++'s limit of 50 instructions for that. Jump threading turns consecutive selects (`relu6`) into
+# branches: loops that do not vectorise and mispredicted tails. It takes a quarter of the compile time.
 _GCC_FLAGS = (
     "-fvect-cost-model=dynamic", "-funswitch-loops", "--param=max-unswitch-insns=200", "-fno-thread-jumps", "-pipe",
 )  # fmt: skip
@@ -39,14 +39,15 @@ _WHOLE = "-Wl,--no-undefined"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of compilers: one row.
+    """A kind of compiler: one row of the table.
 
-    test: the preprocessor's condition that holds in one.
-    flags, libraries: beyond `FLAGS` and the machine's.
+    test: the preprocessor condition that holds in one.
+    flags, libraries: in addition to `FLAGS` and the machine's.
     lean: libraries for a link without the compiler's start files and C++ library, which kernels do not need; tried
-    first. It leaves symbols of the C library open until a library is loaded. A kernel that needs more is linked again.
-    tune: what has it weigh instructions as this machine does, without any that others lack.
-    spelled: how it spells flags of machines. bare: for a machine without flags of its own, by architecture.
+    first. Symbols of the C library stay unresolved until a library is loaded. A kernel that needs more is linked
+    again.
+    tune: the flag to schedule instructions for this machine without using any that others lack.
+    spelled: its spelling of machine flags. bare: its flag for a machine without flags of its own, by architecture.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Kind:
         return (*FLAGS, *(self.spelled.get(f, f) for f in flags), *tune, *self.flags)
 
 
-# In the order in which they are tried. What g++ has beyond others needs glibc's vector functions.
+# In the order in which they are tried. g++'s extra flags need glibc's vector functions.
 KINDS: tuple[Kind, ...] = (
     Kind(
         "g++ with libmvec", "!defined(__clang__)", (*_GCC_FLAGS, "-DFUSER_SIMD_MATH"), (_WHOLE, "-lmvec", "-lm"),
@@ -75,7 +76,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind("g++", "!defined(__clang__)", _GCC_FLAGS, (_WHOLE, "-lm"), lean=("-nostdlib", "-lm")),
     Kind(
-        "zig", "defined(__clang__)", tune="",  # it takes -mtune=native for leave to use what this machine has
+        "zig", "defined(__clang__)", tune="",  # it takes -mtune=native as permission to use this machine's instructions
         spelled={"-march=x86-64": "-march=x86_64", "-march=armv8-a": "-mcpu=generic"},
         bare={"x86_64": "-march=x86_64", "aarch64": "-mcpu=generic"},
     ),
@@ -85,12 +86,12 @@ KINDS: tuple[Kind, ...] = (
 
 
 def whole(libraries: tuple[str, ...]) -> tuple[str, ...]:
-    """The libraries of the kind whose lean ones are `libraries`; others as they are."""
+    """The full libraries of the kind whose lean ones are `libraries`; others are returned unchanged."""
     return next((kind.libraries for kind in KINDS if kind.lean and kind.lean == libraries), libraries)
 
 
 def find() -> tuple[Command, ...]:
-    """The commands to try, the best first: `$CXX` alone if it is set. CompileError if there are none."""
+    """The commands to try, the best first: only `$CXX` if it is set. CompileError if there are none."""
     commands, why = _find(os.environ.get("CXX"), os.environ.get("PATH"))
     if not commands:
         raise CompileError(why)
@@ -98,7 +99,7 @@ def find() -> tuple[Command, ...]:
 
 
 def why_none() -> str | None:
-    """None if there is a compiler, else the sentence that `find` raises."""
+    """None if there is a compiler, else the sentence of the error that `find` raises."""
     commands, why = _find(os.environ.get("CXX"), os.environ.get("PATH"))
     return None if commands else why
 
@@ -109,7 +110,7 @@ def _find(cxx: str | None, path: str | None) -> tuple[tuple[Command, ...], str]:
     if cxx and cxx.strip():
         try:
             words = shlex.split(cxx)
-        except ValueError as e:  # a quotation without end
+        except ValueError as e:  # an unterminated quotation
             return (), because(
                 "compiler", f"there is no C++ compiler: $CXX is {cxx!r}, which is no command ({e}); {cure}"
             )

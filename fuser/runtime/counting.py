@@ -1,4 +1,4 @@
-"""What happened in this process, counted by name. Threads count together; a forked child goes on from its parent's."""
+"""Events of this process, counted by name. All threads share the counts; a forked child continues its parent's."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fuser import forks
 
 
 class Counts:
-    """Numbers that only rise, by name."""
+    """Numbers by name that only increase."""
 
     def __init__(self) -> None:
         self._lock = forks.lock()
         self._numbers: Counter[str] = Counter()
 
     def add(self, name: str, number: float = 1) -> None:
-        """Count `number` more."""
+        """Add `number` to the count `name`."""
         with self._lock:
             self._numbers[name] += number  # type: ignore[assignment]
 

@@ -26,7 +26,7 @@ from fuser.ir.sizes import LE, PUSH, SLOT, Program
 from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
 from fuser.runtime.torch_abi import DEVICE_TYPES, DTYPE_WORDS, scalar_type
 
-LAYOUT = 12  # of the words below and of the functions of the native module; native/given.h has the same number
+LAYOUT = 12  # version of the words below and of the native module's functions; native/given.h has the same number
 CONST, LOAD, CODE, BIND = range(4)
 KINDS = {"tensor": 0, "int": 1, "bool": 2, "float": 3}
 COUNTERS = 2  # beside 0, a temporary, and 1, an output
@@ -38,7 +38,7 @@ Encoded = tuple[tuple[int, ...], bytes, tuple[str, ...], tuple[torch.dtype, ...]
 
 
 class Encoder:
-    """Writes one program's words, and checks on the way that nothing can lead a launch astray."""
+    """Writes one program's words, and checks that a launch cannot access anything outside of it."""
 
     def __init__(self, program: LaunchProgram) -> None:
         self.program = program
@@ -66,7 +66,7 @@ class Encoder:
             self.words += [CODE, len(code), *code]
 
     def check_code(self, code: Program) -> int:
-        """The deepest stack that `code` needs; BackendError if it is no program."""
+        """The stack depth that `code` needs; BackendError if it is ill-formed."""
         i = depth = deepest = 0
         while i < len(code):
             op = code[i]

@@ -1,4 +1,4 @@
-"""Kernels in the traces of profilers, for the launchers in Python: an event for each step. See also native/events.h."""
+"""Kernels in profilers' traces, for the Python launchers: an event for each step. See also native/events.h."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ settings: Any = config  # its attributes are made from a table
 
 @functools.cache
 def _observed() -> Any:
-    """torch's function that says whether anybody observes operators in this thread; None if it has none."""
+    """torch's function that says whether this thread's operators are observed; None if torch has none."""
     address = torch_abi.symbol("libtorch_cpu.so", "_ZN2at12hasCallbacksEv")
     return None if address is None else ctypes.CFUNCTYPE(ctypes.c_bool)(address)
 
 
 def is_watched() -> bool:
-    """Whether a profiler records what this thread runs, or the user asked for ranges."""
+    """Whether a profiler observes this thread, or ranges are enabled by the setting."""
     asked = _observed()
     return bool(settings.ranges) or (torch_profiler._is_profiler_enabled if asked is None else bool(asked()))
 
 
 def event(name: str, watched: bool) -> AbstractContextManager[Any]:
-    """An event, and a range if the user asked for ranges, around the block; nothing where it is not `watched`."""
+    """An event around the block, and a range if the setting enables ranges; no event unless it is `watched`."""
     return _event(name) if watched else contextlib.nullcontext()
 
 
@@ -49,8 +49,8 @@ def _event(name: str) -> Any:
 
 
 def range_functions(kind: str) -> tuple[Any, Any] | None:
-    """torch's functions that open and close a range of `kind`, "nvtx" or "itt"; None where it has none."""
-    if kind == "nvtx" and torch.version.cuda:  # others raise at the first range
+    """torch's functions that open and close a range of `kind`, "nvtx" or "itt"; None if it has none."""
+    if kind == "nvtx" and torch.version.cuda:  # other builds raise at the first range
         from torch.cuda import nvtx
 
         return nvtx.range_push, nvtx.range_pop

@@ -1,8 +1,8 @@
-"""The cache's limit: entries that were used longest ago are removed.
+"""The cache's limit: the least recently used entries are removed.
 
-Removing is safe while other processes read: a file that is open or mapped stays until it is closed, and an entry that
-is not there is made again. What was used in the last minute is never removed, so none goes between being checked and
-being loaded. The time of last use is a file's access time, which `files.read` sets itself.
+Removal is safe while other processes read: a file that is open or mapped stays until it is closed, and a missing entry
+is made again. Entries used in the last minute are never removed, so none disappears between its check and its load.
+The time of last use is a file's access time, which `files.read` sets itself.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ settings: Any = config  # its attributes are made from a table
 FOLDERS = ("choices", "cpu", "cuda", "native", "plans")
 _YOUNG_SECONDS = 60.0
 _KEEP = 0.9  # of the limit, once it is exceeded
-_SHARE = 32  # the limit over what a process writes between two looks
+_SHARE = 32  # of the limit: a process looks at the cache each time it has written this much
 
 
 @dataclass
 class _Unit:
-    """Files of one stem, which go together: a library with its source, a GPU's binary with its facts."""
+    """Files of one stem that are removed together: a library with its source, a GPU's binary with its facts."""
 
     paths: list[str]
     size: int = 0
@@ -40,7 +40,8 @@ _written: dict[str, int] = {}  # by cache folder: bytes since the last look
 
 
 def note(size: int) -> None:
-    """Say that this process has written so many bytes into the cache; it is trimmed in the background if it is time."""
+    """Count `size` bytes that this process has written to the cache; trim the cache in the background if that is
+    due."""
     cache_dir, limit = settings.cache_dir, settings.cache_limit_bytes
     if not limit or not cache_dir:
         return
@@ -52,9 +53,10 @@ def note(size: int) -> None:
 
 
 def trim(cache_dir: str, limit: int) -> int:
-    """Remove entries of `cache_dir`, the least recently used first, if they exceed `limit` bytes. The bytes removed.
+    """Remove entries of `cache_dir`, the least recently used first, if they exceed `limit` bytes. Returns the bytes
+    removed.
 
-    Imported bundles, reproducers, and what is being made are neither counted nor removed.
+    Imported bundles, reproducers, and files being made are neither counted nor removed.
     """
     units = _units(cache_dir)
     excess = sum(u.size for u in units) - limit

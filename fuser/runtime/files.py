@@ -1,7 +1,7 @@
-"""Files kept for other processes: folders that only this user writes, entries that carry their name and a checksum.
+"""Files kept for other processes: folders that only this user can write, entries that carry their name and a checksum.
 
-Entries are code that runs later. An entry is read only if this user owns it, nobody else may write it, and it is whole:
-its last line is a checksum of its name and contents. A library loads with that line at its end.
+Entries are code that runs later. An entry is read only if this user owns it, nobody else may write it, and it is
+whole: its last line is a checksum of its name and contents. A library loads with that line at its end.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from fuser import forks, notices
 _MARK = b"\n#fuser "
 _SEAL = len(_MARK) + 64 + 1
 _MOST_BYTES = 1 << 28  # more than any entry has
-LEAST_ROOM = 1 << 20  # bytes of a file system into which a compiler can write a kernel
+LEAST_ROOM = 1 << 20  # bytes of free space that a compiler needs for a kernel
 _WORK = ".work-"
 _OUTSIDE = "fuser-"
 _LOCK = ".lock-"
 _PAUSE = 0.02  # seconds between two attempts at a lock that another process holds
 _DAY = 86400.0
-_USED_SECONDS = 30.0  # how old the time of an entry's last use may become before it is set again
+_USED_SECONDS = 30.0  # an entry's time of last use is updated if it is older than this
 
 
 class Refused(OSError):
@@ -51,9 +51,9 @@ def distrusted(path: pathlib.Path | str, found: os.stat_result) -> str | None:
 
 
 def folder(base: str, *names: str) -> pathlib.Path:
-    """The folder `base`/names, made for this user alone if it does not exist.
+    """The folder `base`/names, created for this user alone if it does not exist.
 
-    OSError if it cannot be made; Refused if a folder from `base` on belongs to somebody else, or others may write it.
+    OSError if it cannot be created; Refused if another user owns a folder from `base` on, or may write it.
     """
     path = pathlib.Path(base)
     _make(path)
@@ -67,7 +67,7 @@ def folder(base: str, *names: str) -> pathlib.Path:
 
 
 def existing_folder(path: pathlib.Path) -> pathlib.Path:
-    """The folder `path`. OSError if there is none; Refused if it belongs to somebody else, or others may write it."""
+    """The folder `path`. OSError if there is none; Refused if another user owns it or may write it."""
     found = path.stat()
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(f"{path} is no folder")
@@ -84,28 +84,29 @@ def _make(path: pathlib.Path) -> None:
         _make(path.parent)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-        path.chmod(0o700)  # whatever the umask takes away
+        path.chmod(0o700)  # regardless of the umask
 
 
 def say_once(what: pathlib.Path | str, sentence: str) -> None:
-    """One warning about `what` in this process."""
+    """Warn once in this process about `what`."""
     notices.warn_once(sentence, str(what))
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------
 def seal(name: str, data: bytes) -> bytes:
-    """What follows the contents of the entry `name` in its file."""
+    """The bytes behind the contents of the entry `name` in its file."""
     digest = hashlib.blake2b(name.encode() + b"\0" + data, digest_size=32).hexdigest()
     return _MARK + digest.encode() + b"\n"
 
 
 def read(path: pathlib.Path, used: bool = True) -> bytes | None:
-    """The contents of an entry; None if there is none, or it is not whole or not trusted. `used`: now it was.
+    """The contents of an entry; None if there is none, or it is not whole or not trusted. `used`: update its time of
+    use.
 
     One warning says why a file is not trusted.
     """
     try:
-        # No symbolic link, and no waiting for the other end of a pipe.
+        # No symbolic links, and no waiting for the writer of a pipe.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
@@ -115,7 +116,7 @@ def read(path: pathlib.Path, used: bool = True) -> bytes | None:
             return None
         why = distrusted(path, found)
         whole = os.read(handle, found.st_size) if why is None else b""
-        if used and time.time() - found.st_atime > _USED_SECONDS:  # set by hand: file systems are mounted without
+        if used and time.time() - found.st_atime > _USED_SECONDS:  # explicitly: some mounts have noatime
             with contextlib.suppress(OSError):
                 os.utime(handle, ns=(time.time_ns(), found.st_mtime_ns))
     except OSError:
@@ -130,12 +131,12 @@ def read(path: pathlib.Path, used: bool = True) -> bytes | None:
 
 
 def is_whole(path: str) -> bool:
-    """Whether there is an entry at `path` that may be used."""
+    """Whether there is a whole, trusted entry at `path`."""
     return read(pathlib.Path(path)) is not None
 
 
 def write(path: pathlib.Path, data: bytes, sealed: bool = True, mode: int = 0o600) -> None:
-    """Write an entry, for this user alone, whole or not at all. OSError if that cannot be done."""
+    """Write an entry, for this user alone, whole or not at all. OSError if that fails."""
     with working_folder(path.parent) as work:
         made = work / path.name
         made.write_bytes(data)
@@ -143,23 +144,24 @@ def write(path: pathlib.Path, data: bytes, sealed: bool = True, mode: int = 0o60
 
 
 def put(made: pathlib.Path, path: pathlib.Path, sealed: bool = True, mode: int = 0o600) -> None:
-    """Make the file `made` the entry `path`, in one step; anything that is there is replaced, never followed."""
+    """Move the file `made` to the entry `path` atomically; whatever is there is replaced, never followed."""
     with open(made, "r+b") as file:
         os.fchmod(file.fileno(), mode)
         if sealed:
             file.write(seal(path.name, file.read()))
         file.flush()
-        if not sealed:  # a seal tells after a loss of power that data is missing: the entry is made again
+        if not sealed:  # a seal shows missing data after a loss of power: the entry is then made again
             os.fsync(file.fileno())
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     os.replace(made, path)
 
 
-# -- what is being made ------------------------------------------------------------------------------------------------
+# -- temporary files
+# ---------------------------------------------------------------------------------------------------
 @functools.cache
 def _here() -> str:
-    """What tells the processes among which a process's number means something: one machine's, one container's."""
+    """An identifier of the machine and container within which process numbers are unique."""
     where = os.uname().nodename
     with contextlib.suppress(OSError):
         where += os.readlink("/proc/self/ns/pid")
@@ -168,9 +170,9 @@ def _here() -> str:
 
 @contextlib.contextmanager
 def working_folder(parent: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder for what is being made in `parent`; it goes away, and those of processes that were killed go with it.
+    """A temporary folder in `parent`; it is removed at the end, as are those of processes that were killed.
 
-    OSError, too, where there is no room for a kernel: a compiler would only say so in words of its own.
+    OSError also if the disk is too full for a kernel: the compiler's own message would be less clear.
     """
     _need_room(str(parent))
     _sweep(str(parent), os.getpid())
@@ -180,21 +182,21 @@ def working_folder(parent: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def _need_room(folder: str) -> None:
     found = os.statvfs(folder)
-    is_full = found.f_blocks and found.f_bavail * found.f_frsize < LEAST_ROOM  # some file systems count nothing
+    is_full = found.f_blocks and found.f_bavail * found.f_frsize < LEAST_ROOM  # some file systems report 0
     if is_full or (found.f_files and not found.f_favail):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
 
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[pathlib.Path]:
-    """A folder outside of the cache for what nobody needs afterwards."""
+    """A temporary folder outside the cache, removed at the end."""
     with _removed(_outside()) as path:
         yield path
 
 
 @contextlib.contextmanager
 def scratch_folder(parent: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder for what nobody needs afterwards: in `parent` if it can be written, else outside of the cache."""
+    """A temporary folder: in `parent` if that can be written, else outside the cache."""
     with contextlib.ExitStack() as stack:
         try:
             path = stack.enter_context(working_folder(parent))
@@ -204,14 +206,14 @@ def scratch_folder(parent: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _outside() -> str:
-    """A new folder outside of the cache. Those of processes that were killed go away."""
+    """A new folder outside the cache. Those of processes that were killed are removed."""
     _sweep(tempfile.gettempdir(), os.getpid())
     return tempfile.mkdtemp(prefix=f"{_OUTSIDE}{_here()}-{os.getpid()}-")
 
 
 @contextlib.contextmanager
 def _removed(path: str) -> Iterator[pathlib.Path]:
-    remove = _at_exit(path)  # a thread that makes something does not outlive the process
+    remove = _at_exit(path)  # a thread that makes an entry does not outlive the process
     try:
         yield pathlib.Path(path)
     finally:
@@ -220,7 +222,8 @@ def _removed(path: str) -> Iterator[pathlib.Path]:
 
 
 def _at_exit(path: str) -> Callable[[], None]:
-    """What removes a folder, at the latest when this process ends. A forked child leaves it to its parent."""
+    """A function that removes a folder; it runs at the latest when this process ends. A forked child does not remove
+    it."""
     owner = os.getpid()
 
     def remove() -> None:
@@ -236,7 +239,7 @@ _choosing = forks.lock()
 
 
 def private_folder() -> pathlib.Path:
-    """This process's own folder, which goes away when it ends."""
+    """This process's own folder, which is removed when the process ends."""
     with _choosing:
         found = _private.get(os.getpid())
         if found is None:
@@ -247,12 +250,12 @@ def private_folder() -> pathlib.Path:
 
 @functools.lru_cache(maxsize=16)
 def _sweep(parent: str, process: int) -> None:
-    """Once for each folder and process."""
+    """Sweep `parent` once for each process."""
     sweep(parent)
 
 
 def sweep(parent: str) -> None:
-    """Remove working folders and locks in `parent` of processes that ended without doing so."""
+    """Remove the working folders and locks in `parent` that ended processes left behind."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith((_WORK, _OUTSIDE)) and _is_left(entry):
@@ -280,16 +283,17 @@ def _is_left(entry: os.DirEntry[str]) -> bool:
     return False
 
 
-# -- one maker ---------------------------------------------------------------------------------------------------------
-_held: dict[int, str] = {}  # open locks, and their files
+# -- locks
+# -------------------------------------------------------------------------------------------------------------
+_held: dict[int, str] = {}  # open locks and their files
 
 
 @contextlib.contextmanager
 def claim(path: pathlib.Path, seconds: float) -> Iterator[bool]:
-    """The right to make the entry `path`, for the block: no other process or thread of this machine has it meanwhile.
+    """A lock on making the entry `path`: no other process or thread of this machine has it during the block.
 
-    Waits for another holder, `seconds` at most: one that was stopped must not stop all. False then, or where there can
-    be no lock. The system frees the lock of a process that ends.
+    It waits for another holder at most `seconds`: a stopped process must not stop all others. The value is False then,
+    or if locks are not possible. The system frees the lock of a process that ends.
     """
     lock = str(path.with_name(_LOCK + path.name))
     handle = _lock(lock, seconds)
@@ -304,7 +308,7 @@ def _lock(lock: str, seconds: float) -> int | None:
     while True:
         try:
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError:  # a folder that can only be read
+        except OSError:  # a read-only folder
             return None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -336,14 +340,14 @@ def _unlock(lock: str, handle: int | None) -> None:
 
 @atexit.register
 def _let_go() -> None:
-    """Threads that hold a lock may not come to its end in a process that ends."""
+    """Release all locks: threads that hold one may not finish in a process that ends."""
     for handle, lock in list(_held.items()):
         _unlock(lock, handle)
 
 
 @forks.in_child
 def _after_fork() -> None:
-    """A child that has a lock open would hold it after its parent's end."""
+    """Close inherited locks: a child would hold them beyond its parent's end."""
     for handle in _held:
         os.close(handle)
     _held.clear()

@@ -1,7 +1,7 @@
 """Kernels on devices that the package does not know: a `Runtime` from outside allocates, loads and launches.
 
-The native launcher reads CPU and CUDA tensors. Calls on any other device come to Python, which matches the arguments
-with each kernel's launch program as the launchers do, and has the device's own runtime run the steps.
+The native launcher reads CPU and CUDA tensors. Calls on any other device go to Python code, which matches the
+arguments with each kernel's launch program as the launchers do, and has the device's own runtime run the steps.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fuser.runtime import events
 
 @runtime_checkable
 class Runtime(Protocol):
-    """Runs kernels of one device type. Every method may be called from any thread, and none under a lock.
+    """Runs kernels of one device type. Any thread may call any method, and no lock is held meanwhile.
 
-    allocate: memory of these sizes and strides, in elements, on `device`; its contents do not matter.
-    encode: what `launch` needs to know of a launch program, made once. BackendError if it cannot be run.
+    allocate: uninitialised memory of these sizes and strides, in elements, on `device`.
+    encode: the data that `launch` needs about a launch program, made once. BackendError if the program cannot run.
     load: the code in a kernel's library, one entry for each step. OSError if it is gone.
-    launch: run step `step` over `units` units; `tensors` are the tensor inputs in order, then the buffers, `slots` and
-      `floats` the numbers that the arguments bound. Returns 0, or a status of `kernel_spec.STATUS`: ATen then runs the
-      call. Later steps read what earlier ones wrote, so they run one after another.
+    launch: run step `step` over `units` units. `tensors` are the tensor inputs in order, then the buffers; `slots` and
+    `floats` are the numbers bound by the arguments. It returns 0, or a status of `kernel_spec.STATUS`, on which ATen
+    runs the call. Later steps read results of earlier ones, so steps run in order.
     """
 
     def allocate(
@@ -51,7 +51,7 @@ RUNTIMES: dict[str, Runtime] = {}  # by device type
 
 @dataclass(eq=False)
 class Kernel:
-    """One program, as its runtime has it."""
+    """One program, encoded and loaded by its runtime."""
 
     program: LaunchProgram
     runtime: Runtime
@@ -59,7 +59,7 @@ class Kernel:
     code: Any
 
     def run(self, slots: tuple[int, ...], floats: tuple[float, ...], args: Sequence[Any]) -> tuple[int, Any]:
-        """Status and result of one call whose arguments matched."""
+        """Status and result of one call with matching arguments."""
         given = [a for a in args if isinstance(a, torch.Tensor)]
         made = [self._buffer(i, slots, given[0].device) for i in range(len(self.program.buffers))]
         watched = events.is_watched()
@@ -80,23 +80,23 @@ class Kernel:
 
 @dataclass
 class Kernels:
-    """The kernels of one handle, the latest hit first."""
+    """The kernels of one handle, the newest first."""
 
     _kernels: tuple[Kernel, ...] = ()
     _lock: Any = field(default_factory=forks.lock)
 
     def add(self, program: LaunchProgram, library: Any, runtime: Runtime) -> None:
-        """Have later calls that match `program` run on it."""
+        """Add a kernel for later calls that match `program`."""
         encoded = runtime.encode(program)
         code = runtime.load(library, tuple(step.entry for step in program.steps))
         with self._lock:
             self._kernels = (Kernel(program, runtime, encoded, code), *self._kernels)
 
     def run(self, args: Sequence[Any]) -> tuple[int, Any] | None:
-        """Status and result of a call; None if no kernel takes it."""
+        """Status and result of a call; None if no kernel matches it."""
         if not self._kernels:
             return None
-        from fuser.runtime.python_launcher import match  # for devices from outside alone
+        from fuser.runtime.python_launcher import match  # only devices from outside need it
 
         for kernel in self._kernels:
             bound = match(kernel.program, args)
@@ -106,7 +106,7 @@ class Kernels:
 
 
 def runtime_of(program: LaunchProgram) -> Runtime | None:
-    """The runtime from outside that runs a program; None if a launcher of the package does."""
+    """The runtime from outside that runs a program; None if a launcher of the package runs it."""
     if not RUNTIMES:
         return None
     device = next((p.device_type for p in program.inputs if p.kind == "tensor"), "")
@@ -114,7 +114,7 @@ def runtime_of(program: LaunchProgram) -> Runtime | None:
 
 
 def check(runtime: Any, device_type: str) -> Runtime:
-    """`runtime`, if it is one. BackendError if not."""
+    """`runtime` if it has all methods of the protocol, else BackendError."""
     if isinstance(runtime, Runtime):
         return runtime
     missing = [name for name in ("allocate", "encode", "load", "launch") if not hasattr(runtime, name)]

@@ -1,4 +1,4 @@
-"""What handles have in common, native or in Python: sizes of calls, what answers misses, how they are pickled."""
+"""Common parts of native and Python handles: magnitudes of calls, the type of the slow path, pickling."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import torch
 
-Slow = Callable[..., Any]  # of arguments, a status, and of keywords if there are any
-ALL_MAGNITUDES = (1 << 64) - 1  # a set of magnitudes, one bit for each
+Slow = Callable[..., Any]  # takes arguments, a status, and perhaps keywords
+ALL_MAGNITUDES = (1 << 64) - 1  # a set of magnitudes has one bit for each
 
 
 def magnitude_of(args: Sequence[Any]) -> int:
-    """The binary digits of the number of elements of the largest tensor; 0 where there is none."""
+    """The number of binary digits in the element count of the largest tensor; 0 without tensors."""
     return max((a.numel().bit_length() for a in args if isinstance(a, torch.Tensor)), default=0)
 
 
 def reduced(handle: Any) -> tuple[Any, ...]:
-    """A handle as pickle writes it: what its executor says of its graph. PicklingError if it says nothing."""
+    """A handle's pickled form, which its executor gives. PicklingError if it belongs to no registered graph."""
     reduce = getattr(getattr(handle.slow, "__self__", None), "reduce", None)
     if reduce is None:
         raise pickle.PicklingError(f"{handle!r} is not the handle of a registered graph: register one, and pickle that")

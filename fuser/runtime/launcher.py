@@ -1,9 +1,9 @@
-"""Handles: the callables that go from arguments to kernels. Native where possible, in Python otherwise.
+"""Handles: callables that find and launch kernels for their arguments. Native if possible, otherwise in Python.
 
-The native launcher is `fuser.runtime._launcher` if it was built at installation; else it is built here, once for each
-source, Python and compiler, into the cache folder. Building takes half a second, in a thread started by `prepare` or
-by the first handle; handles made meanwhile run in Python and change over by themselves. With no compiler they stay so:
-`reason()` says why, and the first kernel brings one warning.
+The native launcher is `fuser.runtime._launcher` if it was built at installation; else it is built here into the cache
+folder, once for each source, Python and compiler. Building takes half a second, in a thread started by `prepare` or by
+the first handle; handles created before it ends run in Python and then switch over. Without a compiler they stay in
+Python: `reason()` says why, and the first kernel causes one warning.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _waiting: weakref.WeakSet[Handle] = weakref.WeakSet()  # handles made before the
 
 
 class Handle:
-    """`handle(*args)` for the time before the native launcher: runs in Python, then hands every call on to it."""
+    """`handle(*args)` until the native launcher is ready: it runs in Python, then forwards every call."""
 
     __name__ = "fusion"  # in a graph of torch.fx
 
@@ -47,7 +47,7 @@ class Handle:
         self._slow = slow
         self._lock = forks.lock()
         self._kernels: list[tuple[LaunchProgram, Any]] = []
-        self._turns: list[tuple[int, int]] = []  # numbers of kernels, and magnitudes that they take from then on
+        self._turns: list[tuple[int, int]] = []  # numbers of kernels, and the magnitudes added to them
         self._python = _python_handle(slow)
         self._target: Any = self._python
 
@@ -61,12 +61,13 @@ class Handle:
         return self
 
     def each(self, arity: int, keep: bool, *args: Any) -> tuple[Any, ...] | None:
-        """A call for every `arity` arguments, none of which reads what another writes; the results if `keep`."""
+        """A call for every `arity` arguments; no call reads what another writes. Returns the results if `keep`."""
         results: tuple[Any, ...] | None = self._target.each(arity, keep, *args)
         return results
 
     def add_kernel(self, program: LaunchProgram, library: Any, magnitudes: int = ALL_MAGNITUDES) -> int:
-        """Have later calls that match `program`, of these magnitudes, run the library's entries. The kernel's number.
+        """Add a kernel: later calls of these magnitudes that match `program` run the library's entries. Returns its
+        number.
 
         OSError if the library cannot be loaded.
         """
@@ -79,15 +80,15 @@ class Handle:
         return number
 
     def widen(self, number: int, magnitudes: int) -> None:
-        """Have that kernel also take calls of these magnitudes."""
+        """Let kernel `number` also take calls of these magnitudes."""
         with self._lock:
             self._target.widen(number, magnitudes)
             self._turns.append((number, magnitudes))
 
     def refuse(self, function: Any, reason: str, which: Any, first: bool = False) -> bool:
-        """Have the native launcher call `function` where it would call `slow`, or `first`; see there.
+        """Have the native launcher call `function` in place of `slow`, or of kernels if `first`; see `make_handle`.
 
-        False if not, or not yet.
+        Returns False if it does not, or not yet.
         """
         with self._lock:
             if self._target is self._python and isinstance(which, tuple):
@@ -95,20 +96,20 @@ class Handle:
             return bool(self._target.refuse(function, reason, which, first))
 
     def pardon(self, reason: str) -> None:
-        """Ask `slow` again about calls that were refused for `reason`."""
+        """Send calls that were refused for `reason` to `slow` again."""
         with self._lock:
             self._target.pardon(reason)
 
     @property
     def refused(self) -> tuple[tuple[str, int], ...]:
-        """What the native launcher refused: the reason, and the calls since."""
+        """Pairs of a reason for refusals and the number of calls refused for it."""
         found = Counter(dict(self._python.refused))
         for reason, calls in self._target.refused if self._target is not self._python else ():
             found[reason] += calls
         return tuple(found.items())
 
     def upgrade(self, native: ModuleType) -> None:
-        """Change over to the native launcher, with all kernels."""
+        """Switch to the native launcher with all kernels."""
         with self._lock:
             if self._target is not self._python:
                 return
@@ -119,14 +120,14 @@ class Handle:
                 for turn in self._turns:
                     target.widen(*turn)
             except OSError:
-                return  # a library whose file is gone by now stays with the Python handle that has it loaded
+                return  # a library whose file is gone stays with the Python handle that has loaded it
             if self._python.all is not None:
                 target.refuse(*self._python.all)
             self._target = target
 
     @property
     def slow(self) -> Slow:
-        """What answers calls that no kernel takes."""
+        """The function that answers calls no kernel takes."""
         return self._slow
 
     @property
@@ -146,12 +147,13 @@ class Handle:
 
     @property
     def seen(self) -> tuple[Seen, ...]:
-        """For each kernel the slots of the last call that a profiler watched, and whether others differed; or None."""
+        """For each kernel: the slots of the last observed call, and whether other observed calls had others; None if
+        none."""
         found: tuple[Seen, ...] = self._target.seen
         return found
 
     def forget(self) -> None:
-        """Begin `seen` anew."""
+        """Reset `seen`."""
         self._target.forget()
 
     @property
@@ -200,7 +202,7 @@ def make_handle(slow: Slow) -> Any:
 
 
 def set_enabled(device_type: str, on: bool) -> None:
-    """Whether handles may run kernels on tensors of `device_type`; if not, every such call goes to `slow`."""
+    """Allow or forbid kernels on tensors of `device_type`; if forbidden, every such call goes to `slow`."""
     if device_type not in torch_abi.DEVICE_TYPES:
         raise BackendError(f"device {device_type!r}: expected one of {', '.join(torch_abi.DEVICE_TYPES)}")
     with _lock:
@@ -217,21 +219,21 @@ def _set_enabled_in_python(device_type: str, on: bool) -> None:
 
 
 def _follow() -> None:
-    """Tell the native launcher what `config.enabled` is, in the process and in this thread."""
+    """Pass `config.enabled` of the process and of this thread to the native launcher."""
     if _native is not None:
         here = settings.overridden("enabled")
         _native.switch(settings._values["enabled"], 0 if here is None else 1 if here else -1)
 
 
 def _follow_warm_limit() -> None:
-    """Tell the native launcher how much memory of results is held, in the process and in this thread."""
+    """Pass the limit of held result memory of the process and of this thread to the native launcher."""
     if _native is not None:
         here = settings.overridden("output_limit_bytes")
         _native.warm_limit(settings._values["output_limit_bytes"], -1 if here is None else here)
 
 
 def _follow_ranges() -> None:
-    """Tell the native launcher which ranges to open around calls."""
+    """Pass the functions that open ranges around calls to the native launcher."""
     if _native is None:
         return
     kind = settings._values["ranges"]
@@ -242,7 +244,7 @@ def _follow_ranges() -> None:
 
 
 def prepare() -> None:
-    """Start getting the native launcher ready, in the background if it has to be built. Returns at once."""
+    """Start loading or building the native launcher, the latter in the background. Returns at once."""
     global _thread
     if _thread is not None or _done.is_set():
         return
@@ -260,29 +262,29 @@ def prepare() -> None:
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Wait until it is known whether there is a native launcher. Whether there is."""
+    """Wait until the native launcher is ready or has failed. Returns whether there is one."""
     prepare()
     _done.wait(timeout)
     return is_native()
 
 
 def native() -> ModuleType | None:
-    """The native launcher's module, once it is ready."""
+    """The native launcher's module; None until it is ready."""
     return _native
 
 
 def loaded_libraries() -> int:
-    """How many libraries of CPU kernels are loaded."""
+    """The number of loaded CPU kernel libraries."""
     return libraries.loaded() + (int(_native.loaded_libraries()) if _native is not None else 0)
 
 
 def is_native() -> bool:
-    """Whether handles run native code by now."""
+    """Whether handles run native code now."""
     return _native is not None
 
 
 def reason() -> str | None:
-    """Why handles run in Python, if the native launcher could not be had."""
+    """The reason why handles run in Python if there is no native launcher; None otherwise."""
     return _reason
 
 
@@ -302,7 +304,7 @@ def _build(cache_dir: str) -> None:
 
 
 def _start(module: ModuleType) -> None:
-    """Set up a loaded module. Under the lock."""
+    """Set up a loaded module. Called under the lock."""
     global _native
     try:
         module.setup(torch_abi.describe() | {"encode": encode, "settings": settings._values})
@@ -320,7 +322,7 @@ def _start(module: ModuleType) -> None:
 
 
 def _fail(why: str) -> None:
-    """Stay with Python. Under the lock."""
+    """Stay with the Python launcher. Called under the lock."""
     global _reason
     _reason = why
     _done.set()
@@ -331,13 +333,13 @@ def _fail(why: str) -> None:
 
 
 def _warn() -> None:
-    """Once, and only when there is a kernel to be launched: with no compiler at all there never is."""
+    """Warn once, and only if there is a kernel to launch: with no compiler at all there is none."""
     notices.warn_once(f"calls go through the slower Python launcher, because {_reason}", "launcher")
 
 
 @forks.in_child
 def _after_fork() -> None:
-    """A child has no build thread: it starts its own when it first needs one."""
+    """Forget the build thread in a forked child, which starts its own when it first needs one."""
     global _thread
     if not _done.is_set():
         _thread = None

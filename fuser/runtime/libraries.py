@@ -1,7 +1,7 @@
-"""Libraries of CPU kernels, for the launcher in Python: what native/libraries.h does.
+"""Libraries of CPU kernels for the Python launcher, as native/libraries.h has them for the native one.
 
-A library is loaded while somebody holds it: all `Code` of its path until another library needs the room, and each call
-for its length.
+A library is loaded while something holds it: all `Code` objects of its path, until another library needs the room, and
+each call while it runs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Library:
 
     def __del__(self) -> None:
         library = self.__dict__.get("library")  # none if it could not be loaded
-        if library is not None and _ctypes is not None:  # none at the end of the process
+        if library is not None and _ctypes is not None:  # None at the end of the process
             _ctypes.dlclose(library._handle)
 
     def address(self, entry: str) -> int:
-        """Where an entry is. OSError if there is none."""
+        """The address of an entry. OSError if there is none."""
         try:
             return ctypes.cast(self.library[entry], ctypes.c_void_p).value or 0
         except AttributeError as e:
@@ -41,7 +41,7 @@ class Library:
 
 
 class _Shared:
-    """A path's library, for all `Code` of it; None while it is unloaded."""
+    """The library at a path, shared by all its `Code`; None while it is unloaded."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -50,8 +50,8 @@ class _Shared:
 
 _lock = forks.rlock()
 _shared: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()
-_recent: OrderedDict[str, None] = OrderedDict()  # paths of what is loaded, those called longest ago first
-_newest = [""]  # the path that comes last in it
+_recent: OrderedDict[str, None] = OrderedDict()  # paths of loaded libraries, least recently called first
+_newest = [""]  # its last path
 
 
 class Code:
@@ -67,7 +67,8 @@ class Code:
         self.hold()
 
     def hold(self) -> tuple[Library, tuple[int, ...]]:
-        """The library, to be held during a call, and the entries' addresses. OSError if it cannot be loaded again."""
+        """The library, to be referenced during a call, and the entries' addresses. OSError if it cannot be loaded
+        again."""
         shared = self._shared
         with _lock:
             library = shared.library
@@ -89,7 +90,7 @@ class Code:
 
 
 def _make_room() -> None:
-    """Unload the libraries that were called longest ago, as far as there are too many. Under the lock."""
+    """Unload the least recently called libraries beyond the limit. Called under the lock."""
     _newest[0] = ""
     for path in [p for p in _recent if p not in _shared]:
         del _recent[path]
@@ -100,7 +101,7 @@ def _make_room() -> None:
 
 
 def loaded() -> int:
-    """How many libraries the kernels of Python's launcher have loaded."""
+    """The number of libraries that kernels of the Python launcher have loaded."""
     with _lock:
         return sum(s.library is not None for s in _shared.values())
 
@@ -109,12 +110,12 @@ _MAPPED = 1  # a part of an ELF file that is mapped into memory
 
 
 def is_cut(path: pathlib.Path) -> bool:
-    """Whether a 64-bit ELF file ends before what it is to map: to load it would kill the process. OSError."""
+    """Whether a 64-bit ELF file is shorter than the segments it maps: loading it would kill the process. OSError."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(64)
         if head[:5] != b"\x7fELF\2":
-            return False  # the system's loader says what it is
+            return False  # the system's loader reports it
         if len(head) < 64:
             return True
         order = "<" if head[5] == 1 else ">"

@@ -1,6 +1,6 @@
-"""The loops of operators on graphs: what torch's own loops compute, with compiled graphs for the steps.
+"""The loops of operators on graphs: the results of torch's own loops, with a compiled graph for each step.
 
-A step of `scan` and `map` that takes rows of the results as further inputs stores there; `Form` says what these are.
+A step of `scan` and `map` may take rows of the results as further inputs and store there; `Form` describes them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Form:
-    """What one row of a result is like: its dtype and device, and of each size the number or where it is found.
+    """One row of a result: its dtype, device, and for each size a number or the source of the number.
 
-    A place is the number of an input of the step, and of a dim of it, or None for an input that is the size itself.
+    A source is the number of a step's input and one of its dims; the dim is None if the input itself is the size.
     """
 
     dtype: torch.dtype
@@ -83,7 +83,7 @@ def _map(body: Function, forms: Sequence[Form] | None) -> Function:
 def _steps(
     body: Function, forms: Sequence[Form] | None, carry: tuple[Any, ...], xs: Sequence[Any], additional: Sequence[Any]
 ) -> tuple[tuple[Any, ...], list[Any]]:
-    """The last carry and the results of all steps, which are rows of one tensor each."""
+    """The last carry, and the stacked results of all steps, a tensor each."""
     count, carried = len(xs[0]) if xs else 0, len(carry)
     if not count:
         return carry, []
@@ -116,7 +116,7 @@ def _size(value: Any, dim: int | None) -> int:
 
 
 def _rows(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Row-major memory of some size, in warm pages where it is large."""
+    """Uninitialised row-major memory of this size, in warm pages if it is large."""
     strides = [1]
     for n in reversed(size[1:]):
         strides.insert(0, strides[0] * n)

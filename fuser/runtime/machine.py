@@ -1,4 +1,4 @@
-"""What a library needs of the machine that runs it: architecture, instruction sets, C library."""
+"""A library's requirements on a machine: architecture, instruction sets, C library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from fuser import machines
 from fuser.lazy_dataclasses import dataclass
 
-# Beginnings of Linux's names for the instructions that a compiler may use unasked.
+# Prefixes of Linux's names for instructions that a compiler may use by itself.
 _ISA = (
     "3dnow", "abm", "adx", "aes", "amx", "avx", "bmi", "cmov", "cx16", "f16c", "fma", "gfni", "lzcnt", "mmx", "movbe",
     "movdir", "pclmul", "pni", "popcnt", "prefetchw", "sha", "sse", "ssse", "tbm", "vaes", "vpclmul", "xop", "lahf_lm",
@@ -19,7 +19,7 @@ _ISA = (
 
 @dataclass(frozen=True)
 class Difference:
-    """A field in which something kept differs from what is needed here."""
+    """A field in which a kept library's machine differs from this one."""
 
     field: str
     kept: str
@@ -44,15 +44,15 @@ def facts() -> dict[str, Any]:
 
 
 def has(architecture: str, libc: str) -> bool:
-    """Whether this machine is of an architecture, and has a C library, such as "glibc 2.35", or a newer one."""
+    """Whether this machine has the architecture, and a C library such as "glibc 2.35" or a newer one."""
     here = facts()
     return bool(here["architecture"] == architecture and _serves(libc, here["libc"]))
 
 
 def differences(kept: Mapping[str, Any]) -> tuple[Difference, ...]:
-    """Why a library that was made where `kept` are the facts does not run here; none if it does.
+    """The reasons why a library made on a machine with the facts `kept` does not run here; empty if it does.
 
-    An instruction set more and a newer C library of the same name are no hindrance.
+    Additional instruction sets and a newer C library of the same name do not matter.
     """
     here = facts()
     out = []

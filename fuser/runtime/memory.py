@@ -1,4 +1,4 @@
-"""What a long process remembers, within bounds: answers, sentences that were said, and calls counted by reason."""
+"""Bounded memory of a long process: cached answers, sentences already printed, and calls counted by reason."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ OTHERS = "other reasons"
 
 
 class Recent(MutableMapping[K, V]):
-    """A dict for all threads; of more than `config.memo_limit` items those used longest ago are forgotten."""
+    """A thread-safe dict; beyond `config.memo_limit` items the least recently used are dropped."""
 
     def __init__(self) -> None:
-        self._items: OrderedDict[K, V] = OrderedDict()  # those used longest ago first
+        self._items: OrderedDict[K, V] = OrderedDict()  # least recently used first
         self._lock = forks.lock()
 
     def __getitem__(self, key: K) -> V:
@@ -46,7 +46,7 @@ class Recent(MutableMapping[K, V]):
 
 
 class Seen(MutableSet[K]):
-    """A set for all threads; of more than `config.memo_limit` members those added longest ago are forgotten."""
+    """A thread-safe set; beyond `config.memo_limit` members the oldest are dropped."""
 
     def __init__(self, members: Iterable[K] = ()) -> None:
         self._members: Recent[K, None] = Recent()
@@ -54,11 +54,11 @@ class Seen(MutableSet[K]):
             self.add(member)
 
     def add(self, value: K) -> None:
-        """Add a member, as the latest."""
+        """Add a member as the newest."""
         self._members[value] = None
 
     def discard(self, value: K) -> None:
-        """Take a member away if it is there."""
+        """Remove a member if it is there."""
         self._members.pop(value, None)
 
     def __contains__(self, value: object) -> bool:
@@ -72,10 +72,10 @@ class Seen(MutableSet[K]):
 
 
 class Tally(Counter[str]):
-    """Calls by reason; those beyond `config.memo_limit` different reasons are counted together."""
+    """Calls by reason; reasons beyond `config.memo_limit` different ones are counted together."""
 
     def note(self, reason: str) -> None:
-        """Count one call."""
+        """Count one call for `reason`."""
         known = reason in self or len(self) < settings.memo_limit
         self[reason if known else OTHERS] += 1
 

@@ -23,13 +23,13 @@ from fuser.runtime.encode import LAYOUT
 
 settings: Any = config  # its attributes are made from a table
 
-SOURCE = pathlib.Path(__file__).with_name("launcher.cpp")  # includes native/*.h
+SOURCE = pathlib.Path(__file__).with_name("launcher.cpp")  # it includes native/*.h
 MODULE = "fuser.runtime._launcher"
 FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden")
 
 
 def installed() -> ModuleType | None:
-    """The extension that was built with the package, if there is one that loads and fits this source."""
+    """The extension built with the package, if it loads and fits this source; else None."""
     try:
         module = importlib.import_module(MODULE)
     except ImportError:
@@ -53,13 +53,13 @@ def _key(compiler: compilers.Command) -> str:
 
 
 def portable_name() -> str:
-    """The name of a launcher for this Python and this source among what was made elsewhere, whoever compiled it."""
+    """The file name of a launcher for this Python and this source among prebuilt ones, whatever compiled it."""
     text = _source() + "\0".join((sysconfig.get_config_var("SOABI") or "", *FLAGS)).encode()
     return f"{hashlib.sha256(text).hexdigest()[:24]}.so"
 
 
 def load(path: pathlib.Path) -> ModuleType:
-    """The extension module in the file `path`. ImportError if it is none."""
+    """The extension module in the file `path`. ImportError if it is not one."""
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
     spec = importlib.util.spec_from_loader(MODULE, loader)
     assert spec is not None
@@ -69,7 +69,7 @@ def load(path: pathlib.Path) -> ModuleType:
 
 
 def cached(cache_dir: str) -> ModuleType | None:
-    """The extension that an earlier process left in the cache folder, or that was made elsewhere."""
+    """The extension that an earlier process left in the cache folder, or a prebuilt one; None if there is none."""
     for compiler in () if compilers.why_none() or not cache_dir else compilers.find():
         with contextlib.suppress(OSError, ImportError):
             path = files.folder(cache_dir, "native") / f"{_key(compiler)}.so"
@@ -85,13 +85,13 @@ def cached(cache_dir: str) -> ModuleType | None:
 def _is_kept(path: pathlib.Path) -> bool:
     try:
         return files.read(path) is not None and not libraries.is_cut(path)
-    except OSError:  # removed meanwhile
+    except OSError:  # removed by another process
         return False
 
 
 @contextlib.contextmanager
 def _folder(cache_dir: str) -> Iterator[pathlib.Path]:
-    """Where to build: in the cache, or in a folder that goes away if there is none or it cannot be written."""
+    """The folder to build in: in the cache, or a temporary one if there is no cache or it is read-only."""
     if cache_dir:
         with contextlib.suppress(OSError):
             folder = files.folder(cache_dir, "native")
@@ -103,13 +103,13 @@ def _folder(cache_dir: str) -> Iterator[pathlib.Path]:
 
 
 def build(cache_dir: str) -> ModuleType:
-    """Compile and load the extension. CompileError, with every compiler's log, if none can."""
+    """Compile and load the extension. CompileError, with every compiler's log, if no compiler succeeds."""
     logs = []
     for compiler in compilers.find():
         with _folder(cache_dir) as folder:
             path = folder / f"{_key(compiler)}.so"
             try:
-                with files.claim(path, settings.compile_timeout_seconds):  # another process may be making it
+                with files.claim(path, settings.compile_timeout_seconds):  # another process may be building it
                     with contextlib.suppress(ImportError):
                         if _is_kept(path):
                             return load(path)
@@ -120,7 +120,7 @@ def build(cache_dir: str) -> ModuleType:
 
 
 def _compile(compiler: compilers.Command, path: pathlib.Path) -> ModuleType:
-    """Compile under a name of its own and load; only what loads becomes `path`, whole, in one step."""
+    """Compile to a temporary file and load it; only a file that loads is moved to `path`, atomically."""
     include = sysconfig.get_paths()["include"]
     with files.working_folder(path.parent) as work:
         part = work / path.name

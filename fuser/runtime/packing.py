@@ -1,8 +1,8 @@
-"""Weights in the order in which oneDNN multiplies: packed at the first call, kept, and packed anew once they changed.
+"""Weights in the layout of oneDNN's products: packed at the first call, kept, and packed again after a change.
 
-A call finds that a weight is another tensor, that its version counter or its memory is another. It cannot find what
-changes neither: `p.data.copy_(...)`, `p.data.add_(...)`, writes through NumPy or DLPack. So packing is done only where
-the user promises that weights do not change (`options={"freeze": True}`).
+A call detects that a weight is another tensor, or that its version counter or its memory differs. It cannot detect
+writes that change neither: `p.data.copy_(...)`, `p.data.add_(...)`, writes through NumPy or DLPack. So packing is done
+only if the user promises that weights do not change (`options={"freeze": True}`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Function = Callable[..., Any]
 
 
 class Kept:
-    """What `make` makes of a weight, kept for as long as the weight is seen to be the same."""
+    """The result of `make` for a weight, kept while the weight is unchanged."""
 
     def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._make = make
-        # (the weight, its version, its memory, what was made of it): replaced whole, so that threads need no lock
+        # (weight, version, address, result): replaced as a whole, so threads need no lock
         self._state: tuple[Callable[[], Any], int, int, torch.Tensor] | None = None
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
-        """The packed weight. Tensors made in inference mode have no version, and are packed at each call."""
+        """The packed weight. Tensors made in inference mode have no version counter, and are packed at each call."""
         if weight.is_inference():
             return self._make(weight)
         state = self._state
@@ -41,7 +41,7 @@ class Kept:
 
 
 def packed_call(op: Function, make: Callable[[torch.Tensor], torch.Tensor], name: str) -> Function:
-    """`op` of (x, weight, ...) for one weight, which is packed by `make` and kept."""
+    """`op` of (x, weight, ...) for one weight, which `make` packs once."""
     kept = Kept(make)
 
     def call(x: torch.Tensor, weight: torch.Tensor, *args: Any) -> Any:
@@ -52,14 +52,15 @@ def packed_call(op: Function, make: Callable[[torch.Tensor], torch.Tensor], name
 
 
 class Folded:
-    """What `make` makes of several tensors, kept for as long as all are seen to be the same."""
+    """The result of `make` for several tensors, kept while all are unchanged."""
 
     def __init__(self, make: Callable[..., torch.Tensor]) -> None:
         self._make = make
-        self._state: tuple[tuple[Any, ...], torch.Tensor] | None = None  # replaced whole, so that threads need no lock
+        self._state: tuple[tuple[Any, ...], torch.Tensor] | None = None  # replaced as a whole, so threads need no lock
 
     def of(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """The value. For tensors made in inference mode, which have no version, it is made at each call."""
+        """The result. For tensors made in inference mode, which have no version counter, it is computed at each
+        call."""
         if any(t.is_inference() for t in tensors):
             return self._make(*tensors)
         state = self._state
@@ -73,7 +74,7 @@ class Folded:
 
 
 def folded_call(make: Callable[..., torch.Tensor], name: str) -> Function:
-    """A function of tensors that keeps what `make` makes of them."""
+    """A function of tensors that keeps the result of `make`."""
     kept = Folded(make)
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:

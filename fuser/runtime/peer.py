@@ -1,4 +1,4 @@
-"""A process that answers questions, several at a time, each a line of JSON. It ends with this process, or when idle."""
+"""A process that answers requests, several at a time, each a line of JSON. It ends with this process, or when idle."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fuser.runtime import process, workers
 
 
 class Gone(Exception):
-    """The process ended, or took too long, instead of answering; or none can be started."""
+    """The process ended or took too long before it answered, or none can be started."""
 
 
 class _Running:
-    """One process, and what it has not answered yet."""
+    """One process, and its unanswered requests."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         try:
@@ -40,7 +40,7 @@ class _Running:
             raise Gone("no thread can be started")
 
     def ask(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
-        """The answer, in the future."""
+        """A future with the answer."""
         future: Future[dict[str, Any]] = Future()
         with self.lock:
             if self.has_ended:
@@ -75,33 +75,33 @@ class _Running:
         self.stop()
 
     def kill(self) -> None:
-        """End the process and its group, and wait for nothing."""
+        """Kill the process and its group, without waiting."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if self.process.returncode is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """End the process and its group."""
+        """Kill the process and its group, and wait for its end."""
         self.kill()
         with contextlib.suppress(OSError):
             self.process.wait()
 
     def let_go(self) -> None:
-        """Leave the process to the parent of this forked child."""
-        self.process.returncode = 0  # it is no child of this one
+        """Leave the process to the parent, in a forked child."""
+        self.process.returncode = 0  # it is not a child of this process
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
                 os.close(pipe.fileno()) if pipe is not None else None
 
 
 class Peer:
-    """The process that runs `command` with its parent's number. It is started when something is asked of it."""
+    """The process that runs `command` with its parent's number. It is started at the first request."""
 
     def __init__(self, command: Sequence[str], **environment: str) -> None:
         self._command, self._environment = tuple(command), environment
         self._lock = forks.lock()
         self._running: _Running | None = None
-        self._why_none: str | None = None  # why there will be none in this process
+        self._why_none: str | None = None  # why this process can have none
         forks.follow(self)
 
     def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -137,14 +137,14 @@ class Peer:
         running.stop()
 
     def after_fork(self) -> None:
-        """A forked child starts its own."""
+        """Let a forked child start its own process."""
         if self._running is not None:
             self._running.let_go()
         self._running = None
 
 
 def python(module: str) -> list[str] | None:
-    """The command that runs `module.main()` with this process's modules; None where this is no plain Python."""
+    """The command that runs `module.main()` with this process's modules; None if this is not a plain Python."""
     if not os.path.basename(sys.executable or "").startswith("python") or getattr(sys, "frozen", False):
         return None
     path = json.dumps([p for p in sys.path if isinstance(p, str)])
@@ -154,7 +154,7 @@ def python(module: str) -> list[str] | None:
 
 # -- the other side ----------------------------------------------------------------------------------------------------
 def watch(parent: int, seconds: float) -> None:
-    """End this process and its group once `parent` has ended, whatever holds the pipes to it."""
+    """End this process and its group once `parent` has ended, even if others hold its pipes open."""
     while os.getppid() == parent:
         time.sleep(seconds)
     os.killpg(0, signal.SIGKILL)

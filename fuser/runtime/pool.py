@@ -1,9 +1,9 @@
-"""The buffer pool: warm blocks of huge pages for temporaries, bounded, given back when idle.
+"""The buffer pool: warm blocks of huge pages for temporaries, bounded in size, returned to the system when idle.
 
-A page that is written for the first time costs more than the arithmetic on it. Temporaries of kernels and of compiled
-graphs therefore live in blocks that are kept warm between calls: at most `config.pool_limit_bytes` of idle ones, each
-for at most `config.pool_idle_seconds`, as set for the process; a change counts from the pool's next use. What leaves a
-graph is torch's own memory instead, so that it can be resized (see `warm`).
+Writing a page for the first time costs more than the arithmetic on it. Temporaries of kernels and of compiled graphs
+therefore use blocks that stay warm between calls: at most `config.pool_limit_bytes` of idle ones, each for at most
+`config.pool_idle_seconds`. The process-wide settings count, from the pool's next use. Results of a graph use torch's
+own memory instead, so that they can be resized (see `warm`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fuser.runtime.torch_abi import DTYPE_WORDS
 
 
 def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised CPU tensor (sizes and strides in elements) over a warm block, for use inside a graph.
+    """An uninitialised CPU tensor (sizes and strides in elements) in a warm block, for use inside a graph.
 
     Its storage cannot be resized. Small and empty tensors come from torch's own allocator.
     """
@@ -34,7 +34,8 @@ def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 
 
 def stats() -> dict[str, int]:
-    """idle_bytes, idle_blocks, used_bytes, used_blocks, peak_bytes; hits, misses, blocks returned; trimmer at work."""
+    """idle_bytes, idle_blocks, used_bytes, used_blocks, peak_bytes; hits, misses, blocks returned; whether a trimmer
+    runs."""
     out = python_pool.pool.stats()
     native = launcher.native()
     if native is not None:
@@ -43,6 +44,6 @@ def stats() -> dict[str, int]:
 
 
 def trim() -> int:
-    """Give every idle block back to the system now. The number of bytes given back."""
+    """Return every idle block to the system now. The result is the number of bytes."""
     native = launcher.native()
     return warm.outputs.trim() + python_pool.pool.trim() + (native.pool_trim() if native is not None else 0)

@@ -1,8 +1,8 @@
-"""Kernels that were made elsewhere: folders that are only read, before anything is compiled.
+"""Prebuilt kernels: folders made elsewhere that are only read, before anything is compiled.
 
-They are `config.prebuilt_cache` and the bundles that were imported into the cache. Each has the layout of the cache,
-its entries end in the same checksums, and only this user or root may own or write it. Its manifest says for which
-machines its libraries are.
+These are `config.prebuilt_cache` and the bundles that were imported into the cache. Each has the layout of the cache,
+its entries end in the same checksums, and only this user or root may own or write it. Its manifest says which machines
+its libraries are for.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ settings: Any = config  # its attributes are made from a table
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-BUNDLES = "bundles"  # the folder of imported ones in the cache
+BUNDLES = "bundles"  # the folder of imported bundles in the cache
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the entries of a bundle were made for. `made` is for people: versions and counts by name."""
+    """The requirements of a bundle's entries. `made` is for people: versions and counts by name."""
 
     made: dict[str, Any]
     machine: dict[str, Any]  # see `machine.facts`
-    triton: str | None  # the version that made the GPU's binaries
-    capabilities: tuple[int, ...]  # for which there are binaries
+    triton: str | None  # the version that compiled the GPU's binaries
+    capabilities: tuple[int, ...]  # of the devices for which there are binaries
 
     def encode(self) -> bytes:
-        """As JSON, the same bytes for equal ones."""
+        """The manifest as JSON; equal manifests give equal bytes."""
         kept = {"format": FORMAT, **vars(self), "capabilities": list(self.capabilities)}
         return json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Manifest:
-    """The manifest in `data`. ValueError says why there is none."""
+    """The manifest in `data`. ValueError, with the reason, if it is not one."""
     try:
         kept = json.loads(data)
         if kept["format"] != FORMAT:
@@ -63,7 +63,7 @@ def decode(data: bytes) -> Manifest:
 
 @dataclass(frozen=True)
 class Prebuilt:
-    """A folder of entries that were made elsewhere. `differs`: why libraries of the CPU do not run here."""
+    """A folder of prebuilt entries. `differs`: the reasons why its CPU libraries do not run here."""
 
     path: pathlib.Path
     manifest: Manifest
@@ -75,7 +75,7 @@ class Prebuilt:
 
 
 def read(path: pathlib.Path) -> Prebuilt:
-    """The folder at `path`. files.Refused if others may write it, OSError or ValueError if it is none."""
+    """The folder at `path`. files.Refused if others may write it, OSError or ValueError if it is not one."""
     files.existing_folder(path)
     for name in ("cpu", "cuda", "native", "plans"):
         if os.path.lexists(path / name):
@@ -91,22 +91,22 @@ def read(path: pathlib.Path) -> Prebuilt:
 
 
 def all_folders() -> tuple[Prebuilt, ...]:
-    """All folders that can be read, those of the setting first. One warning says why another is not used."""
+    """All readable folders, that of the setting first. One warning says why another is not used."""
     return _folders(settings.prebuilt_cache, settings.cache_dir)
 
 
 def for_cpu() -> tuple[Prebuilt, ...]:
-    """Those with libraries that run here."""
+    """The folders with libraries that run here."""
     return tuple(p for p in all_folders() if not p.differs)
 
 
 def for_gpu() -> tuple[Prebuilt, ...]:
-    """Those with binaries for GPUs."""
+    """The folders with binaries for GPUs."""
     return tuple(p for p in all_folders() if p.manifest.capabilities)
 
 
 def forget() -> None:
-    """Look for the folders again."""
+    """Forget the folders, so the next call looks for them again."""
     _folders.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""Running another program: with a time limit, in a process group of its own that ends when this process does.
+"""Running programs with a time limit, each in a process group of its own that ends when this process does.
 
 A shell between this process and the program holds the read end of a pipe whose write end only this process has. When
 this process ends, however that happens, the pipe closes and the shell kills the group.
@@ -7,7 +7,7 @@ this process ends, however that happens, the pipe closes and the shell kills the
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - registers its own end before this module's, which then comes first
+import concurrent.futures.thread  # noqa: F401 - registers its exit function first, so that runs after this module's
 import contextlib
 import os
 import select
@@ -28,12 +28,12 @@ _GUARD = (
     "kill -9 $guard; wait $guard 2>/dev/null; exit $code"
 )
 _NOT_RUN = (126, 127)  # the shell's exit codes for a program that it cannot run
-_GLANCE = 0.05  # seconds between two looks at a program whose output a process that it started holds open
+_GLANCE = 0.05  # seconds between two polls of a program whose output is held open by one of its children
 _MOST_PARTS = 1 << 10  # reads of output that are kept
-HUNG_IN_A_ROW, HUNG_IN_ALL = 2, 4  # runs of one program that are stopped before it is not run again
-# Where programs of this thread put what they need for themselves; None: wherever TMPDIR says.
+HUNG_IN_A_ROW, HUNG_IN_ALL = 2, 4  # stopped runs of one program, after which it is not run again
+# The folder for temporary files of programs run by this thread; None: that of TMPDIR.
 TEMPORARY: ContextVar[str | None] = ContextVar("TEMPORARY", default=None)
-_lifelines: set[int] = set()  # the write ends of the pipes of all programs that run
+_lifelines: set[int] = set()  # write ends of the pipes of all running programs
 
 
 # -- the end of this process -------------------------------------------------------------------------------------------
@@ -42,12 +42,12 @@ _at_end: dict[object, Callable[[], None]] = {}
 
 
 def is_ending() -> bool:
-    """Whether this process is about to end, and stopped what its threads were waiting for."""
+    """Whether this process is ending and has stopped the programs that its threads waited for."""
     return _ending
 
 
 def at_end(key: object, function: Callable[[], None] | None) -> None:
-    """Have `function` called when this process ends, before its threads are waited for; None takes it back."""
+    """Have `function` called when this process ends, before its threads are joined; None removes it."""
     if function is None:
         _at_end.pop(key, None)
     else:
@@ -62,8 +62,8 @@ def _end() -> None:
         function()
 
 
-# `atexit` runs only once all threads have ended, and these may wait for a compiler that hangs. The order of imports
-# decides: what was registered last runs first, and the threads of `concurrent.futures` are waited for like others.
+# `atexit` runs only after all threads have ended, and these may wait for a compiler that hangs. The order of imports
+# decides: the function registered last runs first, and threads of `concurrent.futures` are joined like others.
 getattr(threading, "_register_atexit", atexit.register)(_end)
 
 
@@ -73,14 +73,14 @@ def _after_fork() -> None:
     _ending = False
     notices.mute(False)
     for lifeline in list(_lifelines):
-        _cut(lifeline)  # or the program would outlive the parent as long as this child lives
+        _cut(lifeline)  # else the program would outlive the parent while this child lives
     _at_end.clear()
 
 
 # -- programs that hang ------------------------------------------------------------------------------------------------
 @dataclass
 class _Hung:
-    """How often a program was stopped, in all and since it last ended by itself; the time and limit of the last."""
+    """Runs of a program that were stopped: in all, and since its last normal end; time and limit of the last."""
 
     in_all: int = 0
     in_a_row: int = 0
@@ -92,7 +92,7 @@ _hung: dict[str, _Hung] = {}
 
 
 def why_not(program: str, timeout: float) -> str | None:
-    """None if `program` may run for `timeout` seconds; else says that it hung before, often enough to give it up."""
+    """None if `program` may run for `timeout` seconds; else the sentence that it was stopped too often before."""
     known = _hung.get(program)
     if known is None or timeout > known.limit or known.in_a_row < HUNG_IN_A_ROW and known.in_all < HUNG_IN_ALL:
         return None
@@ -100,13 +100,13 @@ def why_not(program: str, timeout: float) -> str | None:
 
 
 def times_hung(program: str) -> int:
-    """How often `program` was stopped here."""
+    """The number of times that `program` was stopped here."""
     known = _hung.get(program)
     return known.in_all if known is not None else 0
 
 
 def has_hung() -> bool:
-    """Whether a program was stopped here, which is remembered until this process ends."""
+    """Whether any program was stopped here; this is remembered until the process ends."""
     return any(known.in_all for known in _hung.values())
 
 
@@ -118,7 +118,7 @@ def _sentence(program: str, limit: float) -> str:
 
 
 def _note(program: str, began: float, limit: float, stopped: bool) -> None:
-    """Count a run. Those that ran at the same time as one that was stopped count with it."""
+    """Count a run. Runs that were in progress when one was stopped count as part of it."""
     known = _hung.setdefault(program, _Hung())
     if not stopped:
         known.in_a_row = 0
@@ -134,14 +134,14 @@ class _Running:
     lifeline: int
 
     def has_ended(self) -> bool:
-        """Whether the program has ended. Its number stays taken until it is reaped, and that of its group with it."""
+        """Whether the program has ended. Until it is reaped, its number and that of its group stay taken."""
         try:
             return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # somebody else reaped it
+        except ChildProcessError:  # another thread reaped it
             return True
 
     def kill(self) -> None:
-        """End the program and all that it started in its group."""
+        """Kill the program and everything in its group."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -149,7 +149,7 @@ class _Running:
 
 @contextlib.contextmanager
 def temporaries_in(folder: str) -> Iterator[None]:
-    """Programs that this thread runs in the block leave nothing elsewhere, even if they are killed."""
+    """Programs that this thread runs in the block put temporary files into `folder`, so that none remain elsewhere."""
     before = TEMPORARY.set(folder)
     try:
         yield
@@ -158,14 +158,14 @@ def temporaries_in(folder: str) -> Iterator[None]:
 
 
 def are_running() -> bool:
-    """Whether programs that this process started for itself are running."""
+    """Whether programs that this process started are running."""
     return bool(_lifelines)
 
 
 def run(command: Sequence[str], timeout: float) -> tuple[int, str]:
-    """Exit code and output of `command`. CompileError if it cannot be run, or is stopped after `timeout` seconds.
+    """Exit code and output of `command`. CompileError if it cannot run, or is stopped after `timeout` seconds.
 
-    A program that was stopped often is not run again: that would cost the whole limit each time.
+    A program that was stopped often is not run again: each run would take the whole limit.
     """
     why = why_not(command[0], timeout)
     if why is None and _ending and threading.current_thread() is not threading.main_thread():
@@ -179,7 +179,7 @@ def run(command: Sequence[str], timeout: float) -> tuple[int, str]:
         output = _output(running, began + timeout)
     finally:
         at_end(running, None)
-        running.kill()  # whatever it left behind, and all of it if it was stopped or this call is interrupted
+        running.kill()  # its leftovers, and the program itself if it was stopped or this call is interrupted
         _cut(running.lifeline)
         running.process.wait()
     _note(command[0], began, timeout, output is None)
@@ -196,7 +196,7 @@ def _start(command: Sequence[str]) -> _Running:
     end = None
     try:
         end, lifeline = os.pipe()
-        _lifelines.add(lifeline)  # before the program starts: this process may fork while it does
+        _lifelines.add(lifeline)  # before the program starts: this process may fork in between
         try:
             place = TEMPORARY.get()
             process = subprocess.Popen(
@@ -222,9 +222,9 @@ def _cut(lifeline: int) -> None:
 
 
 def _output(running: _Running, deadline: float) -> bytes | None:
-    """The output of a program once it ended; None if it did not by the deadline.
+    """The output of a program once it has ended; None if it has not by the deadline.
 
-    The program's end counts, not that of its output: a process that it started may hold that open.
+    The end of the program counts, not that of its output: one of its children may hold that open.
     """
     assert running.process.stdout is not None
     parts: list[bytes] = []

@@ -1,9 +1,10 @@
-"""Large products of float32 matrices on the CPU, written into memory that was chosen for them.
+"""Large products of float32 matrices on the CPU, written into warm memory.
 
 `mm` and oneDNN's operators allocate their results: from 32 MiB on malloc maps these anew, and each page of 4 KiB costs
-a fault. torch's own call of oneDNN that writes into a given tensor has no operator of its own for float32; it is called
-by its symbol, checked at first use. Measured on two AVX-512 cores, 512 tokens, 32,000 words, width 512: logits 79 ms in
-place of 98; the gradient of the head's weights, whose left operand it reads transposed as it is, 81 in place of 105.
+a fault. torch's own call of oneDNN that writes into a given tensor has no operator for float32; it is called by its
+symbol, checked at first use. Measured on two AVX-512 cores, 512 tokens, 32,000 words, width 512: logits take 79 ms
+instead of 98; the gradient of the head's weights, whose left operand is read transposed without a copy, 81 instead of
+105.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from fuser.reasons import served_by
 from fuser.runtime import launcher, torch_abi, warm
 
 _MATMUL = ("libtorch_cpu.so", "_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff")  # (x, w, result, beta, alpha)
-LEAST_WORK = 1 << 23  # multiplications from which on oneDNN's linear is faster than `mm`
-_SLOW_NS = 1_000_000  # of a first huge page, after which small ones are taken
+LEAST_WORK = 1 << 23  # multiplications from which oneDNN's linear is faster than `mm`
+_SLOW_NS = 1_000_000  # for the first huge page; if it takes longer, small pages are used
 settings: Any = config
 Function = Callable[..., Any]
 
@@ -37,7 +38,8 @@ def are_possible() -> bool:
 
 @functools.cache
 def _into() -> Function | None:
-    """The native launcher's `product(function, x, w, out)`, of addresses, if it gives a small product rightly."""
+    """The native launcher's `product(function, x, w, out)`, on addresses, if it computes a small product right; else
+    None."""
     native, address = launcher.native(), _address()
     call = getattr(native, "product", None)
     if call is None or address is None:
@@ -53,7 +55,7 @@ def _into() -> Function | None:
 
 
 def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """`x @ w`, [M, K] and [K, N] to a contiguous [M, N]: float32 on the CPU, either operand transposed or not."""
+    """`x @ w`, [M, K] and [K, N] to a contiguous [M, N], in float32 on the CPU; either operand may be transposed."""
     into = _into() if launcher.native() is not None and torch._C._get_mkldnn_enabled() else None
     if into is None:
         return torch.mm(x, w)
@@ -67,9 +69,9 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def sized_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """`x @ w`, [M, K] and [K, N] to [M, N], where M is not known ahead: into chosen memory if the result is large.
+    """`x @ w`, [M, K] and [K, N] to [M, N], for M unknown at compile time; a large result goes to warm memory.
 
-    Float32 on the CPU, as for `product`.
+    Float32 on the CPU, as in `product`.
     """
     rows, inner = x.shape
     columns = w.shape[1]

@@ -1,6 +1,6 @@
-"""The launcher in Python: what launcher.cpp does, where there is no compiler and until that is built.
+"""The launcher in Python: it replaces launcher.cpp without a compiler and until that is built.
 
-The two are kept alike step by step (same order of checks, same counters, same errors) and run the same tests.
+Both make the same checks in the same order, with the same counters and errors, and run the same tests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NUMBERS = frozenset({float, bool})
 
 
 def _readable(args: Sequence[Any]) -> bool:
-    """Whether every argument is of a kind that a kernel may take, on an enabled device."""
+    """Whether every argument is of a kind that kernels take, on an enabled device."""
     if not settings.enabled or not torch_abi.plain_context():
         return False
     grad, cards = torch.is_grad_enabled(), set()
@@ -72,7 +72,7 @@ def _devices(args: Sequence[Any]) -> set[str]:
 
 
 def match(program: LaunchProgram, args: Sequence[Any]) -> Bound | None:
-    """The slots and floats that `args` bind if they are what `program` takes, else None."""
+    """The slots and floats bound by `args` if they match `program`, else None."""
     return matcher(program)(args)
 
 
@@ -96,7 +96,7 @@ _STEP = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTE
 
 
 def thread_count(units: int, work: int) -> int:
-    """Threads that a step is split over."""
+    """The number of threads over which a step is split."""
     if work < 2 * PARALLEL_WORK or units < 2:
         return 1
     openmp = _openmp()
@@ -106,7 +106,7 @@ def thread_count(units: int, work: int) -> int:
 
 
 class _Run:
-    """One call's memory: kept alive while its steps run."""
+    """One call's arguments and memory, alive while its steps run."""
 
     __slots__ = ("floats", "pointers", "scratch", "scratch_size", "slots")
 
@@ -115,14 +115,14 @@ class _Run:
         self.scratch, self.scratch_size = scratch, scratch_size
 
     def part(self, entry: Any, begin: int, end: int, thread: int) -> int:
-        """Run `entry` over [begin, end) with thread `thread`'s scratch; its status."""
+        """Run `entry` over the units [begin, end) with the scratch of thread `thread`; returns its status."""
         status = ctypes.c_int32()
         scratch = self.scratch + thread * self.scratch_size
         entry(self.pointers, self.slots, self.floats, begin, end, scratch, ctypes.byref(status))
         return status.value
 
     def step(self, entry: Any, units: int, work: int) -> int:
-        """Run one step over all its units; its status."""
+        """Run one step over all its units; returns its status."""
         threads = thread_count(units, work)
         if threads <= 1:
             return self.part(entry, 0, units, 0)
@@ -151,7 +151,7 @@ def _round64(n: int) -> int:
 
 @contextlib.contextmanager
 def _memory(nbytes: int) -> Iterator[int]:
-    """The address of memory for temporaries and scratch, for the block's length."""
+    """The address of `nbytes` of memory for temporaries and scratch, valid in the block."""
     held = warm.scratch(nbytes) if nbytes >= python_pool.POOL_MIN else None
     if held is not None:
         yield held.data_ptr()
@@ -161,7 +161,7 @@ def _memory(nbytes: int) -> Iterator[int]:
 
 
 _NOTHING = contextlib.nullcontext(0)
-Seen = tuple[tuple[int, ...], bool] | None  # slots of the last call that a profiler watched; whether others differed
+Seen = tuple[tuple[int, ...], bool] | None  # slots of the last observed call; whether those of others differed
 
 
 def _seen(before: Seen, slots: tuple[int, ...]) -> Seen:
@@ -183,20 +183,20 @@ class Kernel:
         self.tensors = tuple(i for i, pattern in enumerate(p.inputs) if pattern.kind == "tensor")
         self.dtypes = tuple(b.dtype for b in p.buffers if b.output)
         kinds = [b.output for b in p.buffers]
-        self.places = tuple((kept, kinds[:i].count(kept)) for i, kept in enumerate(kinds))  # of each among its kind
+        self.places = tuple((kept, kinds[:i].count(kept)) for i, kept in enumerate(kinds))  # indices in each kind
         self.pack = tuple(struct.Struct(f"{n}{kind}").pack for n, kind in (
             (p.n_slots, "q"), (p.n_floats, "d"), (len(self.tensors) + len(p.buffers), "N")))  # fmt: skip
         self.entries: tuple[tuple[int, ...], list[Any]] = (), []
 
     def begin_call(self) -> tuple[Any, ...] | None:
-        """What the call needs of the library, which stays loaded for so long; None if it cannot be loaded again."""
+        """The loaded library and its addresses, for one call; None if it cannot be loaded again."""
         try:
             return self.code.hold()
         except OSError:
             return None
 
     def _functions(self, addresses: tuple[int, ...]) -> list[Any]:
-        """The steps' functions: made anew where the library was loaded again."""
+        """The steps' functions, made again if the library was loaded again."""
         known, functions = self.entries
         if known != addresses:
             functions = [_STEP(address) for address in addresses]
@@ -206,7 +206,7 @@ class Kernel:
     def run(
         self, held: tuple[Any, ...], slots: tuple[int, ...], floats: tuple[float, ...], args: Sequence[Any]
     ) -> tuple[int, Any]:  # fmt: skip
-        """Status and result of one call whose arguments matched."""
+        """Status and result of one call with matching arguments."""
         outputs_of, temporaries, steps = self.count(slots)
         outputs = [warm.empty_strided(*form, dtype) for form, dtype in zip(outputs_of, self.dtypes)]
         offsets = list(itertools.accumulate(map(_round64, temporaries), initial=0))
@@ -227,7 +227,7 @@ class Kernel:
     def _run_steps(
         self, run: _Run, functions: list[Any], slots: tuple[int, ...], steps: Sequence[tuple[int, int, int]]
     ) -> int:  # fmt: skip
-        """The first status that is not 0."""
+        """The first status that is not 0, else 0."""
         if events.is_watched():
             self.seen = _seen(self.seen, slots)
             for n, (function, (units, work, _)) in enumerate(zip(functions, steps, strict=True)):
@@ -245,7 +245,7 @@ class Kernel:
 
 @dataclass(eq=False)
 class GpuKernel:
-    """One program with its kernels in a GPU's driver: `library` launches them (see `fuser.cuda.driver.Library`)."""
+    """One program with its kernels in a GPU's driver; `library` launches them (see `fuser.cuda.driver.Library`)."""
 
     program: LaunchProgram
     library: Any
@@ -256,13 +256,13 @@ class GpuKernel:
         self.match = matcher(self.program)
 
     def begin_call(self) -> tuple[Any, ...]:
-        """Nothing: the driver keeps what it has loaded."""
+        """An empty tuple: the driver keeps its kernels loaded."""
         return ()
 
     def run(
         self, held: tuple[Any, ...], slots: tuple[int, ...], floats: tuple[float, ...], args: Sequence[Any]
     ) -> tuple[int, Any]:  # fmt: skip
-        """Status and result of one call whose arguments matched. RuntimeError if a launch fails."""
+        """Status and result of one call with matching arguments. RuntimeError if a launch fails."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         device = tensors[0].device
         with torch.cuda.device(device):
@@ -312,16 +312,16 @@ def _load(program: LaunchProgram, library_path: Any) -> Kernel | GpuKernel:
 # -- the handle --------------------------------------------------------------------------------------------------------
 @dataclass(eq=False)
 class Handle:
-    """`handle(*args)` runs the kernel that takes the call's arguments, or `slow(args, status)`."""
+    """`handle(*args)` runs the kernel that matches the call's arguments, or `slow(args, status)`."""
 
     __name__ = "fusion"  # in a graph of torch.fx
     slow: Slow
     hits: int = 0
     misses: int = 0
-    all: tuple[Callable[..., Any], str, int] | None = None  # what calls run while there is no kernel; why; arity
+    all: tuple[Callable[..., Any], str, int] | None = None  # run while there is no kernel; why; arity
     _kernels: list[Kernel | GpuKernel] = field(default_factory=list)
     # Kernels with the magnitudes that they take, bit b for a `magnitude_of` of b, in the order in which these were
-    # given: equal calls run equal code, whatever comes between them.
+    # added: equal calls run equal code, whatever runs between them.
     _turns: list[tuple[Kernel | GpuKernel, int]] = field(default_factory=list)
     _refused: Counter[str] = field(default_factory=Counter)
 
@@ -332,19 +332,19 @@ class Handle:
         return self
 
     def refuse(self, function: Callable[..., Any], reason: str, arity: int, first: bool = False) -> bool:
-        """While there is no kernel, have calls with `arity` inputs run `function`. Whether they do."""
+        """While there is no kernel, have calls with `arity` inputs run `function`. Returns whether they do."""
         if self.all is None:
             self.all = function, reason, arity
         return self.all == (function, reason, arity)
 
     def pardon(self, reason: str) -> None:
-        """Ask `slow` again about calls that were refused for `reason`."""
+        """Send calls that were refused for `reason` to `slow` again."""
         if self.all is not None and self.all[1] == reason:
             self.all = None
 
     @property
     def refused(self) -> tuple[tuple[str, int], ...]:
-        """Why calls were refused, and how many since."""
+        """Pairs of a reason for refusals and the number of calls refused for it."""
         return tuple(self._refused.items())
 
     @property
@@ -359,16 +359,18 @@ class Handle:
 
     @property
     def seen(self) -> tuple[Seen, ...]:
-        """For each kernel the slots of the last call that a profiler watched, and whether others differed; or None."""
+        """For each kernel: the slots of the last observed call, and whether other observed calls had others; None if
+        none."""
         return tuple(k.seen for k in self._kernels)
 
     def forget(self) -> None:
-        """Begin `seen` anew."""
+        """Reset `seen`."""
         for k in self._kernels:
             k.seen = None
 
     def add_kernel(self, program: LaunchProgram, library: Any, magnitudes: int = ALL_MAGNITUDES) -> int:
-        """Have later calls that match `program`, of these magnitudes, run the library's entries. The kernel's number.
+        """Add a kernel: later calls of these magnitudes that match `program` run the library's entries. Returns its
+        number.
 
         OSError if the library cannot be loaded.
         """
@@ -378,7 +380,7 @@ class Handle:
         return len(self._kernels) - 1
 
     def widen(self, number: int, magnitudes: int) -> None:
-        """Have that kernel also take calls of these magnitudes."""
+        """Let kernel `number` also take calls of these magnitudes."""
         self._turns.append((self._kernels[number], magnitudes))
 
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -409,7 +411,7 @@ class Handle:
         return self.slow(args, status)
 
     def each(self, arity: int, keep: bool, *args: Any) -> tuple[Any, ...] | None:
-        """A call for every `arity` arguments, none of which reads what another writes; the results if `keep`."""
+        """A call for every `arity` arguments; no call reads what another writes. Returns the results if `keep`."""
         if arity < 1 or len(args) % arity:
             raise TypeError("each takes how many inputs a call has, whether to keep results, and the inputs")
         results = [self(*args[i : i + arity]) for i in range(0, len(args), arity)]

@@ -1,7 +1,7 @@
-"""The buffer pool in Python, through libc: what the native pool does, until that is built or where it cannot be.
+"""The buffer pool in Python, through libc: it replaces the native pool until that is built or if it cannot be.
 
-Blocks are anonymous memory, from 2 MiB on aligned to and advised onto huge pages; idle ones are kept up to a limit and
-for a time, the least recently used going first.
+Blocks are anonymous memory, from 2 MiB on aligned to huge pages and advised to use them. Idle blocks are kept up to a
+limit and for a time; the least recently used go first.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import workers
 
 HUGE = 2 << 20
-POOL_MIN = 256 << 10  # below this malloc does
+POOL_MIN = 256 << 10  # malloc serves smaller sizes
 MADV_HUGEPAGE = 14
 
 
 def size_class(n: int) -> int:
-    """`n` rounded up, four classes to an octave: sizes that differ a little do not each need a block of their own."""
+    """`n` rounded up to one of four classes per octave, so that slightly different sizes share blocks."""
     n = max(n, 4096)
     step = max((1 << (n.bit_length() - 1)) // 4, 4096)
     return -(-n // step) * step
@@ -83,7 +83,7 @@ class Pool:
         self._counts = {"hits": 0, "misses": 0, "returned": 0, "peak_bytes": 0}
 
     def after_fork(self) -> None:
-        """A child has the blocks, and no thread that gives them back."""
+        """Reset the timer in a child: it has the blocks but no thread that returns them."""
         self._timer = None
 
     def _follow_settings(self) -> None:
@@ -100,7 +100,7 @@ class Pool:
             self._follow_settings()
             found = min((b for b in reversed(self._idle) if b.size >= size), key=lambda b: b.size, default=None)
             self._counts["hits" if found else "misses"] += 1
-            if found is None and self._idle:  # the largest makes room: one block of the largest size serves all
+            if found is None and self._idle:  # the largest is freed: one block of the largest size then serves all
                 self._unmap(max(self._idle, key=lambda b: b.size))
             elif found is not None:
                 self._idle.remove(found)
@@ -111,7 +111,7 @@ class Pool:
         return data
 
     def give(self, data: int) -> None:
-        """Put a block back."""
+        """Return a block to the pool."""
         with self._lock:
             self._idle.append(_Idle(self._used.pop(data), data, time.monotonic()))
             self._collect(float("-inf"), self._limit)
@@ -147,7 +147,7 @@ class Pool:
             self._schedule()
 
     def trim(self) -> int:
-        """Give every idle block back to the system; the bytes given back."""
+        """Return every idle block to the system; the result is the number of bytes."""
         with self._lock:
             bytes_back = self._collect(float("inf"), 0)
             self._schedule()
@@ -169,7 +169,7 @@ pool = Pool(vars(config)["_values"])
 
 @contextlib.contextmanager
 def block(nbytes: int) -> Iterator[int]:
-    """The 64-byte aligned address of `nbytes` for the block's length: from the pool if large; 0 for none."""
+    """The 64-byte aligned address of `nbytes` in the block: from the pool if large; 0 if `nbytes` is 0."""
     if nbytes >= POOL_MIN:
         data = pool.take(nbytes)
         try:
@@ -197,7 +197,7 @@ class _DLManaged(ctypes.Structure):
     _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _DELETER)]
 
 
-_alive: dict[int, tuple[Any, ...]] = {}  # what a tensor's block needs until its deleter runs
+_alive: dict[int, tuple[Any, ...]] = {}  # objects that a tensor's block needs until its deleter runs
 
 
 def _delete(managed: int) -> None:
@@ -215,7 +215,7 @@ def _new_capsule() -> Callable[..., Any]:
 
 
 def tensor(sizes: tuple[int, ...], strides: tuple[int, ...], dtype_word: int, nbytes: int) -> torch.Tensor:
-    """A CPU tensor over a block of `nbytes`, which goes back when the tensor's storage dies."""
+    """A CPU tensor over a block of `nbytes`, which returns to the pool when the tensor's storage is freed."""
     data, n = pool.take(nbytes), len(sizes)
     dims = (ctypes.c_int64 * max(2 * n, 1))(*sizes, *strides)
     at = ctypes.addressof(dims)

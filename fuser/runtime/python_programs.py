@@ -1,8 +1,8 @@
-"""Launch programs as Python functions, for the launcher in Python: what native/match.h reads from words.
+"""Launch programs as Python functions, for the Python launcher; native/match.h reads them from words.
 
-Interpreting a launch program in Python costs five times the call of a small group by ATen. So each program is written
-as straight-line Python, once for each kernel: sizes are local variables, numbers of stack programs are expressions. The
-text holds nothing but digits, names made here, and operators.
+Interpreting a launch program in Python costs five times a small group's call on ATen. So each program is written as
+straight-line Python, once for each kernel: sizes are local variables, stack programs are expressions. The text
+contains only digits, names made here, and operators.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fuser.ir.sizes import ADD, EQ, FLOORDIV, LE, LT, MAX, MIN, MOD, MUL, NE, PU
 from fuser.kernel_spec import ALIGNMENT, Bind, Check, InputPattern, LaunchProgram
 
 Bound = tuple[tuple[int, ...], tuple[float, ...]]  # slots and floats
-# The sizes and strides of outputs, the sizes of temporaries, and units, work and scratch of each step.
+# The sizes and strides of outputs, the sizes of temporaries, and each step's units, work and scratch.
 Numbers = tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], tuple[int, ...], tuple[tuple[int, int, int], ...]]
-_MOST_WORDS = 200  # of a stack program that is written as an expression: Python's parser nests no deeper than this
+_MOST_WORDS = 200  # of a stack program written as an expression: Python's parser limits the nesting
 
-_SUM, _PRODUCT, _ATOM = range(3)  # how tightly an expression's outermost operator binds
+_SUM, _PRODUCT, _ATOM = range(3)  # the precedence of an expression's outermost operator
 _INFIX = {ADD: ("+", _SUM), MUL: ("*", _PRODUCT)}
 _RELATIONS = {EQ: "==", NE: "!=", LT: "<", LE: "<="}
 _FUNCTIONS = {MIN: "min", MAX: "max", FLOORDIV: "quotient", MOD: "rest"}
@@ -57,7 +57,7 @@ def _text(code: Program, n_slots: int) -> str:
 
 def _combined(op: int, left: tuple[str, int], right: tuple[str, int]) -> tuple[str, int]:
     (a, _), (b, _) = left, right
-    if op in _INFIX:  # exact integers: no brackets are needed where both operators are the same
+    if op in _INFIX:  # integers are exact: no parentheses are needed between equal operators
         sign, binds = _INFIX[op]
         return f" {sign} ".join(t if inner >= binds else f"({t})" for t, inner in (left, right)), binds
     if op in _RELATIONS:
@@ -134,7 +134,7 @@ class _Matcher:
 
 @functools.lru_cache(1024)
 def matcher(program: LaunchProgram) -> Callable[[Sequence[Any]], Bound | None]:
-    """A function of a call's arguments: what they bind if they are what `program` takes, else None."""
+    """A function of a call's arguments: the slots and floats that they bind if they match `program`, else None."""
     writer = _Matcher(program)
     lines = list(writer.lines())
     values = {"Tensor": torch.Tensor, **writer.values}
@@ -145,7 +145,7 @@ def matcher(program: LaunchProgram) -> Callable[[Sequence[Any]], Bound | None]:
 # -- buffers and steps -------------------------------------------------------------------------------------------------
 @functools.lru_cache(1024)
 def counter(program: LaunchProgram) -> Callable[[tuple[int, ...]], Numbers]:
-    """A function of a call's slots: how large its buffers are, and how much its steps do."""
+    """A function of a call's slots: the sizes of its buffers, and the units, work and scratch of its steps."""
     n = program.n_slots
 
     def several(codes: Sequence[Program]) -> str:

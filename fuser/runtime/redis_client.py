@@ -1,4 +1,4 @@
-"""A Redis server asked by the package `redis`, with bounds on time and size that no server can stretch."""
+"""A Redis client on top of the package `redis`, with limits on time and size that no server can exceed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections import deque
 from typing import Any
 
-_IDLE = 4  # connections that are kept open
+_IDLE = 4  # most connections kept open
 
 
 class Unusable(ValueError):
-    """There can be no client: why, and the cure."""
+    """There can be no client: the reason, and the cure."""
 
     def __init__(self, why: str, cure: str) -> None:
         super().__init__(f"{why}; {cure}")
@@ -19,11 +19,11 @@ class Unusable(ValueError):
 
 
 class Rubbish(Exception):
-    """The server sent what no Redis server sends for such a request, or too much of it."""
+    """The server sent something that no Redis server sends for such a request, or too much of it."""
 
 
 class _Bounded:
-    """A socket that gives at most `most` bytes, and waits until `deadline`, however slowly bytes arrive."""
+    """A socket that returns at most `most` bytes, and waits until `deadline` at most, however slowly bytes arrive."""
 
     def __init__(self, inner: Any, deadline: float, most: int) -> None:
         self._inner, self.deadline, self.most = inner, deadline, most
@@ -32,7 +32,7 @@ class _Bounded:
         return getattr(self._inner, name)
 
     def settimeout(self, _: float | None) -> None:
-        """The deadline decides."""
+        """Ignored: the deadline decides."""
 
     def _wait(self) -> None:
         left = self.deadline - time.monotonic()
@@ -63,9 +63,9 @@ class _Bounded:
 
 
 class Client:
-    """Requests to the server at `url`. Unusable if there is no package `redis`, or `url` is none of its addresses.
+    """Requests to the server at `url`. Unusable if the package `redis` is missing, or `url` is not a Redis address.
 
-    Several threads may ask at a time. Each request raises what the package raises, OSError, or Rubbish.
+    Several threads may make requests at once. Each request raises the package's errors, OSError, or Rubbish.
     """
 
     def __init__(self, url: str) -> None:
@@ -85,7 +85,7 @@ class Client:
             return connection.bounded
 
         self._made = type("BoundedConnection", (base,), {"_connect": connect})
-        # Redis 6 and later know more forms of answers, and a client's own timeouts and attempts would add up.
+        # Redis 6 and later have further kinds of answers, and the package's own timeouts and retries would add up.
         self._given = given | {"protocol": 2, "retry_on_timeout": False}
         self._idle: deque[Any] = deque(maxlen=_IDLE)
         self.where = self._where(given)
@@ -128,7 +128,7 @@ class Client:
                 connection.disconnect()
                 closed = self._package.exceptions.ConnectionError
                 if reused and isinstance(e, closed) and not isinstance(e, self._package.exceptions.TimeoutError):
-                    continue  # the server closed it since: the next one is tried, in the end a new one
+                    continue  # the server has closed it: the next one is tried, finally a new one
                 raise
             self._idle.append(connection)
             return answer
@@ -140,7 +140,7 @@ class Client:
         return made
 
     def after_fork(self) -> None:
-        """A child has connections of its own; those of its parent stay open there."""
+        """Drop the connections in a child; its parent's stay open there."""
         self._idle.clear()
 
 

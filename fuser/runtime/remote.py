@@ -1,8 +1,8 @@
-"""The cache of a fleet: entries of the local cache in a Redis server, read on a local miss, written after a compile.
+"""The remote cache: entries of the local cache in a Redis server, read on a local miss, written after a compilation.
 
-The server is not trusted. Entries are code, so each carries a MAC of its name and contents under a key that only the
-fleet has, and without a key nothing is read. No call waits longer than `config.remote_cache_seconds` for an answer, and
-a server that fails is left alone for a while.
+The server is not trusted. Entries are code, so each carries a MAC of its name and contents under a key that the
+machines share; without a key nothing is read. No call waits longer than `config.remote_cache_seconds` for an answer,
+and a server that fails is not asked for a while.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ settings: Any = config  # its attributes are made from a table
 
 LEAST_KEY = 16  # characters
 MOST_BYTES = 16 << 20  # of an entry; larger ones stay local
-_KEEP_SECONDS = 30 * 86400  # an entry that nobody writes again leaves the server
+_KEEP_SECONDS = 30 * 86400  # the server drops an entry that is not written again
 _MAC = 32  # bytes
-_FAILURES = 2  # in a row, before the server is left alone
-_PAUSE, _LONGEST_PAUSE = 5.0, 300.0  # seconds that it is left alone, at first and at most
-_IN_FLIGHT = 16  # requests whose threads may be stuck, in the system's look-up of names for instance
-_WRITE_SECONDS = 2.0  # of one write, in the background
-_END_SECONDS = 0.5  # that a process's end waits for writes
-_QUEUE = 256  # entries that wait to be written
+_FAILURES = 2  # in a row, before the server is not asked for a while
+_PAUSE, _LONGEST_PAUSE = 5.0, 300.0  # seconds of such a pause, at first and at most
+_IN_FLIGHT = 16  # requests whose threads may hang, for instance in name resolution
+_WRITE_SECONDS = 2.0  # for one write, in the background
+_END_SECONDS = 0.5  # a process's end waits this long for writes
+_QUEUE = 256  # most entries waiting to be written
 
 
 class _Breaker:
-    """Whether a request is worth its time: none for a while after failures in a row, then one to see."""
+    """Whether a request is worth its time: after several failures none for a while, then one as a probe."""
 
     def __init__(self) -> None:
         self._lock = forks.lock()
@@ -48,7 +48,7 @@ class _Breaker:
                 return True
             if time.monotonic() < self._until:
                 return False
-            self._until = time.monotonic() + self._pause  # others go on without while one tries
+            self._until = time.monotonic() + self._pause  # others skip requests while one probes
             return True
 
     def succeeded(self) -> None:
@@ -70,7 +70,7 @@ class _Store:
         self._key = key.encode()
         self._client = Client(url)
         self.where = self._client.where
-        self._prefix = f"fuser:{hmac.digest(self._key, b'names', 'sha256')[:8].hex()}:"  # another key, other names
+        self._prefix = f"fuser:{hmac.digest(self._key, b'names', 'sha256')[:8].hex()}:"  # another key uses other names
         self._reads, self._writes = _Breaker(), _Breaker()
         self._lock = forks.lock()
         self._threads = 0
@@ -82,10 +82,10 @@ class _Store:
     def _mac(self, name: str, data: bytes) -> bytes:
         return hmac.digest(self._key, b"fuser 1\0" + name.encode() + b"\0" + data, "sha256")
 
-    # Reading: a thread asks, since nothing bounds the look-up of a host's name.
+    # Reading: a thread asks, since host name resolution has no time limit.
 
     def fetch(self, name: str) -> bytes | None:
-        """The entry `name`; None if there is none that this key made, or no answer in time."""
+        """The entry `name`; None if there is none made with this key, or no answer in time."""
         if not self._reads.allows():
             return None
         seconds = settings.remote_cache_seconds
@@ -93,7 +93,7 @@ class _Store:
             data = self.read(name, seconds)
         except _Busy:
             return None
-        except Exception as e:  # whatever the package raises for what a server sends
+        except Exception as e:  # any error of the package about the server's answer
             self._failed(self._reads, e, seconds)
             return None
         self._reads.succeeded()
@@ -101,7 +101,7 @@ class _Store:
         return data
 
     def read(self, name: str, seconds: float) -> bytes | None:
-        """The entry `name`. Raises what the package raises, and Rubbish for one that this key did not make."""
+        """The entry `name`. Raises the package's errors, and Rubbish for an entry that was not made with this key."""
         value = self._asked(name, seconds)
         if value is not None and not self._is_ours(name, value):
             raise Rubbish(f"the entry {name} was not made with this key")
@@ -139,15 +139,15 @@ class _Store:
         found: bytes | None = answer
         return found
 
-    # Writing: one thread, in the order of offers, as long as there is something to write.
+    # Writing: one thread, in the order of offers, while there are entries to write.
 
     def offer(self, name: str, data: bytes) -> None:
-        """Write an entry, some time."""
+        """Queue an entry to be written."""
         with self._lock:
             if len(data) > MOST_BYTES or len(self._todo) >= _QUEUE:
                 return
             self._todo.append((name, data))
-            if not self._idle.is_set():  # a thread is at it
+            if not self._idle.is_set():  # a thread is writing
                 return
             self._idle.clear()
         process.at_end(self, self._end)
@@ -173,7 +173,7 @@ class _Store:
                     COUNTS.add("remote_stored")
 
     def write(self, name: str, data: bytes, seconds: float) -> None:
-        """Write an entry now. Raises what the package raises."""
+        """Write an entry now. Raises the package's errors."""
         value = self._mac(name, data) + data
         self._client.set(self._prefix + name, value, time.monotonic() + seconds, _KEEP_SECONDS)
 
@@ -185,17 +185,17 @@ class _Store:
         self.finish(_END_SECONDS)
 
     def finish(self, seconds: float) -> bool:
-        """Wait until nothing waits to be written, for `seconds` at most. Whether nothing does."""
+        """Wait until all queued entries are written, for `seconds` at most. Returns whether they are."""
         return self._idle.wait(seconds)
 
     def after_fork(self) -> None:
-        """What the parent's threads were doing, they do there."""
+        """Reset the store in a child: the parent's threads continue their work there."""
         self._client.after_fork()
         self._threads = 0
         self._todo.clear()
         self._idle.set()
 
-    # What is said.
+    # Messages.
 
     def _failed(self, breaker: _Breaker, e: Exception, seconds: float) -> None:
         breaker.failed()
@@ -209,7 +209,7 @@ class _Store:
 
     @staticmethod
     def reason(e: Exception, seconds: float) -> tuple[str, str]:
-        """What kind of failure `e` is, and a sentence."""
+        """The kind of the failure `e`, and a sentence about it."""
         if isinstance(e, TimeoutError) or "Timeout" in type(e).__name__:
             return "time", f"it did not answer within {seconds:g} s"
         if isinstance(e, (Rubbish, RecursionError, ValueError)) or type(e).__name__ == "InvalidResponse":
@@ -218,10 +218,11 @@ class _Store:
 
 
 class _Busy(Exception):
-    """No request can be made now, which says nothing of the server."""
+    """No request can be made now; this is no failure of the server."""
 
 
-# -- the one that is configured ----------------------------------------------------------------------------------------
+# -- the configured store
+# ----------------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=4)
 def _made(url: str, key: str) -> _Store | Unusable:
     if len(key) < LEAST_KEY:
@@ -239,7 +240,7 @@ def _configured() -> _Store | Unusable | None:
 
 
 def _store() -> _Store | None:
-    """The store that is configured, if it can be used; one warning says why it cannot."""
+    """The configured store; None if there is none or it cannot be used, of which one warning says why."""
     found = _configured()
     if isinstance(found, Unusable):
         notices.warn_once(f"the remote cache is not used: {found.why}; {found.cure}", "remote cache")
@@ -248,19 +249,20 @@ def _store() -> _Store | None:
 
 
 def read(path: pathlib.Path) -> bytes | None:
-    """The contents of an entry, here or from the remote store, which is then kept here; None if there is none."""
+    """The contents of an entry, from here or from the remote store, in which case it is stored here; None if there is
+    none."""
     data = files.read(path)
     if data is not None:
         return data
     data = fetch(path)
     if data is not None:
-        with contextlib.suppress(OSError):  # a folder that cannot be written
+        with contextlib.suppress(OSError):  # a read-only folder
             files.write(path, data)
     return data
 
 
 def fetch(path: pathlib.Path) -> bytes | None:
-    """The contents of the entry of that name from the remote store; None if there is none."""
+    """The contents of the entry with that name from the remote store; None if there is none."""
     store = _store()
     if store is None:
         return None
@@ -271,20 +273,20 @@ def fetch(path: pathlib.Path) -> bytes | None:
 
 
 def offer(path: pathlib.Path, data: bytes) -> None:
-    """Have an entry that was just made written to the remote store, in the background."""
+    """Queue a new entry to be written to the remote store, in the background."""
     store = _store()
     if store is not None:
         store.offer(path.name, data)
 
 
 def wait(seconds: float) -> bool:
-    """Wait until what was offered is written, for `seconds` at most. Whether it is."""
+    """Wait until all offered entries are written, for `seconds` at most. Returns whether they are."""
     store = _configured()
     return store.finish(seconds) if isinstance(store, _Store) else True
 
 
 def examine() -> tuple[str, str]:
-    """(what is found of the remote store, the cure or ''), by writing an entry and reading it."""
+    """(the state of the remote store, its cure or ''), found by writing an entry and reading it."""
     found = _configured()
     if found is None:
         return "none (FUSER_REMOTE_CACHE is not set)", ""

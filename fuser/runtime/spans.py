@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of compilations, in programs that have imported its API; elsewhere nothing.
+"""OpenTelemetry spans of compilations, in programs that have imported its API; in others nothing.
 
-A program without `opentelemetry.trace` in `sys.modules` has configured nobody to receive a span, so nothing is imported
-for one. Calls that a kernel answers have no spans.
+A program without `opentelemetry.trace` in `sys.modules` has configured no receiver of spans, so it is not imported for
+one. Calls that a kernel answers have no spans.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _timed = threading.local()
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a compilation that ended: seconds on the clock of `time.perf_counter`."""
+    """One finished stage of a compilation, in seconds on the clock of `time.perf_counter`."""
 
     name: str
     label: str
@@ -36,7 +36,7 @@ _collecting: list[list[Stage]] = []
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[Stage]]:
-    """The stages that end in this block, in whichever thread."""
+    """The stages that end in this block, in any thread."""
     found: list[Stage] = []
     _collecting.append(found)
     try:
@@ -47,7 +47,7 @@ def collected() -> Iterator[list[Stage]]:
 
 @contextlib.contextmanager
 def timed(stages: dict[str, float]) -> Iterator[None]:
-    """Add the seconds of each stage that begins and ends in this block, in this thread, to `stages`."""
+    """Add the seconds of each stage that this thread begins and ends in this block to `stages`."""
     before = getattr(_timed, "stages", None)
     _timed.stages = stages
     try:
@@ -57,9 +57,9 @@ def timed(stages: dict[str, float]) -> Iterator[None]:
 
 
 class span:
-    """A stage of a compilation, as `fuser.<stage>` with attributes `fuser.<name>`. A failing tracer changes nothing.
+    """A stage of a compilation, as `fuser.<stage>` with attributes `fuser.<name>`. A failing tracer is ignored.
 
-    The block's span has `note(name=value)` for what is known later.
+    The span has `note(name=value)` for attributes known later.
     """
 
     __slots__ = ("_inner", "_made", "_name", "_attributes", "_began")
@@ -81,7 +81,7 @@ class span:
             )
             self._made = inner.__enter__()
             self._inner = inner
-        except Exception:  # of a tracer of the program's own
+        except Exception:  # raised by the program's own tracer
             self._made = None
         return self
 

@@ -1,9 +1,9 @@
-"""What the native launcher needs of torch at run time: addresses and layouts, looked up and checked, never assumed.
+"""torch's addresses and layouts for the native launcher, looked up and checked at run time, never assumed.
 
 The launcher is built without torch's headers. Everything here is found by name in the libraries that are already
-loaded and tried against what torch's Python says, on real tensors, before it is used. Whatever is missing or does not
-agree is left out, and the launcher then asks `plain_tensor`, `plain_context` or `torch.empty_strided` instead: slower,
-with the same answers.
+loaded, and compared on real tensors with torch's Python API before it is used. Whatever is missing or does not agree
+is left out, and the launcher calls `plain_tensor`, `plain_context` or `torch.empty_strided` instead: slower, with the
+same results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPE_WORDS: dict[torch.dtype, int] = {
         (torch.float8_e4m3fn, 10, 8), (torch.float8_e5m2, 12, 8),
     )
 }  # fmt: skip
-PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")  # of ATen, which a Sequence calls through the shim
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")  # of ATen; a Sequence calls them through the shim
 DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 
 _C: Any = torch._C
@@ -42,7 +42,7 @@ _TENSOR_WORDS = 32  # a TensorImpl is about this many words; its dispatch keys a
 
 
 def plain_tensor(t: torch.Tensor) -> bool:
-    """Whether `t` is an ordinary strided tensor: no negative or conjugate bit, no wrapper, no other layout."""
+    """Whether `t` is an ordinary strided tensor: no negative or conjugate bit, no subclass, no other layout."""
     try:
         return type(t) in _TENSORS and _keys(t) in plain_keys()
     except workers.NoThread:
@@ -50,7 +50,7 @@ def plain_tensor(t: torch.Tensor) -> bool:
 
 
 def plain_context() -> bool:
-    """Whether no mode, transform, autocast or forward derivative is at work in this thread."""
+    """Whether no mode, transform, autocast or forward-mode AD is active in this thread."""
     included, excluded = _thread_keys()
     try:
         masks = _context_masks()
@@ -66,7 +66,7 @@ def plain_context() -> bool:
 
 
 def is_inspected() -> bool:
-    """Whether the only mode at work here is the one that AOTAutograd puts around the first call of a graph.
+    """Whether the only active mode is the one that AOTAutograd puts around the first call of a graph.
 
     It looks for custom operators that return an input without declaring it, and changes no result.
     """
@@ -74,7 +74,7 @@ def is_inspected() -> bool:
 
 
 def _function_modes_harmless() -> bool:
-    """`torch.set_default_device` is a mode too, and says nothing to a call whose devices are known."""
+    """Whether all function modes are those of `torch.set_default_device`, which do not matter if devices are known."""
     n: int = _C._len_torch_function_stack()
     if not n:
         return True
@@ -90,7 +90,7 @@ _R = TypeVar("_R")
 
 
 def in_fresh_thread(fn: Callable[[], _R]) -> _R:
-    """`fn()` where no mode of this thread is at work: while dynamo compiles, every new tensor here is a fake one."""
+    """`fn()` in a thread without this thread's modes: while Dynamo compiles, every new tensor here is a fake one."""
     found: Future[_R] = Future()
 
     def run() -> None:
@@ -110,14 +110,14 @@ def in_fresh_thread(fn: Callable[[], _R]) -> _R:
 
 
 def _is_like_fresh() -> bool:
-    """Whether nothing is at work in this thread that a fresh one lacks."""
+    """Whether no mode or transform is active in this thread, as in a fresh one."""
     stacks = _C._len_torch_dispatch_stack() or _C._len_torch_function_stack() or _C._is_any_autocast_enabled()
     return not stacks and _C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
 
 
 @functools.cache
 def plain_keys() -> tuple[int, ...]:
-    """The dispatch keys of ordinary tensors: made in and outside of inference mode."""
+    """The dispatch keys of ordinary tensors, made inside and outside inference mode."""
     return in_fresh_thread(_plain_keys)
 
 
@@ -129,7 +129,7 @@ def _plain_keys() -> tuple[int, ...]:
 
 
 def _on_cuda(keys: int) -> int:
-    """The keys of a CUDA tensor that is otherwise like a CPU tensor with `keys`; no CUDA device is touched."""
+    """The keys of a CUDA tensor that otherwise equals a CPU tensor with `keys`; no CUDA device is used."""
 
     def raw(key: str) -> int:
         bits: int = _C.DispatchKeySet(getattr(_C.DispatchKey, key)).raw_repr()
@@ -142,16 +142,16 @@ def _on_cuda(keys: int) -> int:
 
 
 def _thread_keys() -> tuple[int, int]:
-    """The dispatch keys that this thread includes and excludes for every op."""
+    """The dispatch keys that this thread includes and excludes for every operator."""
     return _C._dispatch_tls_local_include_set().raw_repr(), _C._dispatch_tls_local_exclude_set().raw_repr()
 
 
 @functools.cache
 def _context_masks() -> dict[str, int]:
-    """What a fresh thread includes and excludes, and which differences from that matter.
+    """The keys that a fresh thread includes and excludes, and the differences from these that matter.
 
-    A key that is included on top of the default means a mode or a transform; only that of inference mode is harmless.
-    By default exactly the autocast keys are excluded: one that no longer is means autocast.
+    A key included beyond the default means a mode or a transform; only that of inference mode is harmless. Exactly the
+    autocast keys are excluded by default: one that is not excluded means autocast.
     """
     included, excluded = in_fresh_thread(_thread_keys)
     inplace_or_view = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView).raw_repr()
@@ -166,7 +166,7 @@ def _context_masks() -> dict[str, int]:
 # -- libraries and symbols ---------------------------------------------------------------------------------------------
 @functools.cache
 def library(name: str) -> ctypes.CDLL | None:
-    """A library of torch's that is already loaded, such as "libtorch_cpu.so"."""
+    """A library of torch that is already loaded, such as "libtorch_cpu.so"; None if it is not."""
     path = os.path.join(os.path.dirname(torch.__file__), "lib", name)
     try:
         return ctypes.CDLL(path, mode=ctypes.DEFAULT_MODE | os.RTLD_NOLOAD)
@@ -175,7 +175,7 @@ def library(name: str) -> ctypes.CDLL | None:
 
 
 def symbol(library_name: str, *names: str) -> int | None:
-    """The address of the first of `names` that the library, or one it depends on, exports."""
+    """The address of the first of `names` that the library, or one it depends on, exports; None if there is none."""
     lib = library(library_name)
     for name in names if lib is not None else ():
         try:
@@ -217,14 +217,14 @@ _SYMBOLS: dict[str, tuple[str, ...]] = {
     "omp_in_parallel": ("libtorch_cpu.so", "omp_in_parallel"),
 }
 OBSERVERS = ("thread_observers", "process_observers", "record_start", "record_end")
-# Each of these is of use only with the others.
+# The symbols of a group are used only together.
 _GROUPS = (
     ("empty_strided", "delete_tensor", "data_ptr", "wrap"),
     ("sizes", "strides", "dim", "dtype", "device_type", "device_index", "reinterpret", "another", "fail"),
     OBSERVERS,
     ("num_threads", "gomp_parallel", "gomp_barrier", "omp_thread_num", "omp_num_threads", "omp_in_parallel"),
 )
-# Of builds for CUDA; the launcher declares it as ATen/cuda/EmptyTensor.h does.
+# Of CUDA builds; the launcher declares it as ATen/cuda/EmptyTensor.h does.
 _EMPTY_STRIDED_CUDA = (
     "libtorch_cuda.so",
     "_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_10ScalarTypeESt8optionalINS1_6DeviceEE",
@@ -234,7 +234,7 @@ _DISPATCH_TLS = "_ZN3c104impl26raw_local_dispatch_key_setE"
 
 @functools.cache
 def scalar_type(dtype: torch.dtype) -> int:
-    """torch's own number of `dtype`, which the C shim takes; -1 where the shim cannot say."""
+    """torch's own number of `dtype`, as the C shim takes it; -1 if the shim has none."""
     address = symbol("libtorch_cpu.so", "aoti_torch_dtype_" + str(dtype).removeprefix("torch."))
     if address is None:
         return -1
@@ -242,7 +242,7 @@ def scalar_type(dtype: torch.dtype) -> int:
 
 
 def _dtype_words() -> tuple[int, ...]:
-    """DLPack's words of the dtypes by torch's own numbers; 0 where there is none."""
+    """The DLPack words of dtypes, indexed by torch's own numbers; 0 where there is none."""
     words = {scalar_type(dtype): word for dtype, word in DTYPE_WORDS.items()}
     return tuple(words.get(n, 0) for n in range(64))
 
@@ -275,7 +275,7 @@ def _only_offset(words: int, agrees: Any) -> int:
 def tensor_layout() -> tuple[int, int]:
     """Offsets of the TensorImpl pointer in a tensor object and of the dispatch keys in a TensorImpl; -1 if unclear.
 
-    Found by reading a few tensors of every kind word by word and comparing with what torch says of them.
+    A few tensors of every kind are read word by word and compared with torch's Python API.
     """
     samples = _samples()
     try:
@@ -293,7 +293,7 @@ def tensor_layout() -> tuple[int, int]:
 
 
 def _storage_count_offset() -> int:
-    """Where a StorageImpl counts its references, behind its table of functions; -1 if the count there is another."""
+    """The offset of a StorageImpl's reference count, behind its vtable pointer; -1 if the count there disagrees."""
     tensor = torch.empty(4, device="cpu")
     storage = tensor.untyped_storage()
     held = [tensor]
@@ -306,7 +306,7 @@ def _storage_count_offset() -> int:
 
 
 def _impl_requires_grad() -> int | None:
-    """The address of `c10::TensorImpl::requires_grad`, if it says what `Tensor.requires_grad` does."""
+    """The address of `c10::TensorImpl::requires_grad`, if it agrees with `Tensor.requires_grad`; else None."""
     address = symbol("libc10.so", "_ZNK3c1010TensorImpl13requires_gradEv")
     if address is None:
         return None
@@ -318,7 +318,7 @@ def _impl_requires_grad() -> int | None:
 
 
 def _dispatch_tls_agrees() -> bool:
-    """Whether torch's thread-local pair of dispatch keys is where and what the launcher takes it for."""
+    """Whether torch's thread-local pair of dispatch keys is where and as the launcher expects it."""
     address, masks = symbol("libc10.so", _DISPATCH_TLS), _context_masks()
     if address is None:
         return False
@@ -337,7 +337,7 @@ def _dispatch_tls_agrees() -> bool:
 
 
 def _observers_are_a_vector(address: int) -> bool:
-    """Whether torch's record of a thread's observers begins with two pointers that are equal while nobody observes."""
+    """Whether torch's record of a thread's observers begins with two pointers that are equal without observers."""
     record = ctypes.CFUNCTYPE(ctypes.c_void_p)(address)()
     return bool(record) and _word(record) == _word(record + 8)
 
@@ -384,7 +384,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def untraced(function: _F) -> _F:
-    """The function; behind a graph break of a compiled function, Dynamo traces neither it nor what it calls."""
+    """`function`, marked so that after a graph break Dynamo traces neither it nor its callees."""
     frames: Any = getattr(getattr(_C, "_dynamo", None), "eval_frame", None)
     if hasattr(frames, "set_code_exec_strategy"):
         skip = frames._FrameAction.SKIP

@@ -1,12 +1,12 @@
-"""Large outputs in warm memory: storages of torch's own, used again once nobody else holds them.
+"""Large outputs in warm memory: torch storages that are reused once nothing else references them.
 
-From 32 MiB on malloc maps every block anew, and smaller ones too when its heap has given back what was free at its end:
-results of 16 MiB took 20 ms in place of 1.2 ms in every other call. Writing a page for the first time costs more than
-the arithmetic on it. A result must stay an ordinary tensor, whose storage can be resized, saved and shared, so this
-keeps a second reference to the storages of large results: when a later result needs the same number of bytes and the
-reference is the only one left, the storage is handed out again, its pages warm. At most `config.output_limit_bytes`
-are held in all, and nothing after `config.pool_idle_seconds` without a call, or twice the longest pause of late. In a
-step of training none are held (`frontends.training`) but those of large products, up to `config.product_limit_bytes`.
+From 32 MiB on malloc maps every block anew; smaller blocks are new, too, if the heap has returned free memory at its
+end: results of 16 MiB took 20 ms instead of 1.2 ms in every other call. Writing a page for the first time costs more
+than the arithmetic on it. A result must stay an ordinary tensor, whose storage can be resized, saved and shared. So
+this module keeps a second reference to the storages of large results: if a later result needs the same number of bytes
+and the reference is the only one left, the storage is used again, with warm pages. At most `config.output_limit_bytes`
+are held in all, and nothing after `config.pool_idle_seconds` without a call, or twice the longest recent pause. A
+training step holds none (`frontends.training`) except those of large products, up to `config.product_limit_bytes`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fuser import config, forks
 from fuser.runtime import workers
 
 WARM_MIN = 4 << 20  # bytes; smaller blocks stay warm in malloc's own heap
-MAPPED = 32 << 20  # bytes; blocks from here on malloc maps anew each time
-_STEADY = 4  # a pause of less than so many `pool_idle_seconds` may be a step of a loop
+MAPPED = 32 << 20  # bytes; malloc maps blocks from here on anew each time
+_STEADY = 4  # a pause shorter than this many `pool_idle_seconds` may be a loop's step
 settings: Any = config
 
 
 class _Held:
-    """A storage, a tensor in it, and what it looked like when only this record held it."""
+    """A held storage, a tensor on it, and its state when only this record referenced it."""
 
     __slots__ = ("address", "base", "names", "nbytes", "storage", "tensors", "words")
 
@@ -42,27 +42,27 @@ class _Held:
         self.rebase(dtype)
 
     def rebase(self, dtype: torch.dtype) -> None:
-        """Hold the storage by a tensor like those that are wanted of late: the launcher makes results like it."""
+        """Hold the storage by a tensor of this dtype and inference mode: the launcher makes results like it."""
         self.base = torch.empty(0, dtype=dtype, device="cpu")
         self.base.set_(self.storage, 0, (self.nbytes // dtype.itemsize,), (1,))
         self.tensors = _tensors(self.storage)
 
     def note(self, names: int) -> None:
-        """Keep the number of references to `storage` that are this record's and the asker's."""
+        """Store the number of references to `storage` that belong to this record and its caller."""
         self.names = names
         words = self.nbytes, self.base.is_inference(), self.address, self.storage._cdata, self.tensors, names
         self.words = struct.pack("2q2Q2q", *words)  # HeldWords of native/warm.h
 
     def is_like(self, dtype: torch.dtype) -> bool:
-        """Whether `base` is of this dtype, and made for inference if results are now."""
+        """Whether `base` has this dtype, and is an inference tensor if results are now."""
         return self.base.dtype is dtype and self.base.is_inference() == torch.is_inference_mode_enabled()
 
     def is_free(self) -> bool:
-        """Whether nothing but this record can reach the memory."""
+        """Whether only this record can reach the memory."""
         return self.tensors == _tensors(self.storage) and self.names == sys.getrefcount(self.storage)
 
     def is_intact(self) -> bool:
-        """Whether it is still the same private memory: not resized, shared with a process, or cloned lazily."""
+        """Whether the memory is unchanged and private: not resized, not shared with a process, not lazily cloned."""
         s = self.storage
         same = s.nbytes() == self.nbytes and s.data_ptr() == self.address
         lazy = torch._C._is_cow_tensor(self.base)  # type: ignore[attr-defined]
@@ -81,27 +81,27 @@ def _tensor_in(held: _Held, size: Sequence[int], stride: Sequence[int], dtype: t
 
 
 class _Clock(ctypes.Structure):
-    """What the launcher, too, keeps of the calls: `warm.clock` of native/warm.h."""
+    """Times and counts of calls, shared with the launcher: `warm.clock` of native/warm.h."""
 
     _fields_ = tuple((name, ctypes.c_double) for name in ("last", "between", "hits", "watched"))
 
 
 class WarmOutputs:
-    """The storages that are held. Thread-safe.
+    """The held storages. Thread-safe.
 
-    The native launcher takes results from `outputs` by itself (native/warm.h), under the same lock, as long as a timer
-    runs and a storage of as many bytes of the same dtype is free. All else is done here.
+    The native launcher takes results from `outputs` by itself (native/warm.h), under the same lock, while a timer runs
+    and a storage of the same size and dtype is free. All other cases are handled here.
     """
 
     def __init__(self) -> None:
         self._lock = forks.lock()
-        self._held: list[_Held] = []  # least recently used first; the launcher has this very list
+        self._held: list[_Held] = []  # least recently used first; shared with the launcher
         self.clock = _Clock()
         self.after_fork()
         forks.follow(self)
 
     def for_launcher(self) -> dict[str, Any]:
-        """What native/warm.h needs of this."""
+        """The objects that native/warm.h uses."""
         clock = ctypes.addressof(self.clock)
         return {
             "warm_held": self._held, "warm_acquire": self._lock.acquire, "warm_release": self._lock.release,
@@ -109,7 +109,7 @@ class WarmOutputs:
         }  # fmt: skip
 
     def after_fork(self) -> None:
-        """A child begins with nothing: a storage that another thread used is let go by nobody here."""
+        """Drop all storages in a child: those that another thread used would never be released."""
         self._held.clear()
         self._timer: threading.Timer | None = None
         self.clock.last = self.clock.between = self.clock.hits = self.clock.watched = 0.0
@@ -120,8 +120,8 @@ class WarmOutputs:
     ) -> torch.Tensor:
         """An uninitialised CPU tensor of `size` and `stride` elements, in warm memory if there is some.
 
-        `limit`: of the bytes held, in place of `config.output_limit_bytes`. Where none are to be held, what a product
-        left is taken: a gradient of logits needs as much as these, and would lie beside it.
+        `limit`: the most bytes held, in place of `config.output_limit_bytes`. If no results are held, memory left by a
+        large product is used: a gradient of logits needs as much as the logits, and would exist beside it.
         """
         nbytes = dtype.itemsize * (1 + sum([(n - 1) * s for n, s in zip(size, stride, strict=True)]))
         if nbytes < WARM_MIN:
@@ -148,7 +148,7 @@ class WarmOutputs:
     def held_already(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, nbytes: int
     ) -> torch.Tensor | None:
-        """An uninitialised tensor in memory that is held and free; None if there is none of just so many bytes."""
+        """An uninitialised tensor in held, free memory of exactly `nbytes`; None if there is none."""
         if not self._held:
             return None
         with self._lock:
@@ -166,7 +166,7 @@ class WarmOutputs:
         return None
 
     def _make(self, nbytes: int, dtype: torch.dtype, limit: int) -> _Held:
-        """A new storage; the least recently used ones are let go to stay within the limit."""
+        """A new storage; the least recently used ones are dropped to stay within the limit."""
         self.misses += 1
         total = nbytes + sum(h.nbytes for h in self._held)
         while total > limit:
@@ -191,14 +191,14 @@ class WarmOutputs:
                 self._watch()
 
     def trim(self) -> int:
-        """Let every storage go now. The number of bytes that were held."""
+        """Drop every storage now. Returns the number of bytes that were held."""
         with self._lock:
             total = sum(h.nbytes for h in self._held)
             self._held.clear()
         return total
 
     def stats(self) -> dict[str, int]:
-        """Bytes and storages held, and how often one was used again or made."""
+        """Bytes and number of held storages, and how often one was reused or allocated."""
         with self._lock:
             held = list(self._held)
         total = sum(h.nbytes for h in held)
@@ -206,10 +206,10 @@ class WarmOutputs:
 
 
 def scratch(nbytes: int) -> torch.Tensor | None:
-    """Memory of torch's for the temporaries of one kernel; None where the buffer pool gives it.
+    """Memory of torch's for the temporaries of one kernel; None if the buffer pool is to provide it.
 
-    Where no results are kept warm, memory is dear: a block of the pool would lie idle beside all that a training step
-    holds. What is below 32 MiB comes from malloc's heap, which stays warm too.
+    If no results are kept warm, memory is scarce: a block of the pool would stay idle beside all that a training step
+    holds. Blocks below 32 MiB come from malloc's heap, which stays warm, too.
     """
     if settings.output_limit_bytes or nbytes >= MAPPED:
         return None

@@ -1,4 +1,4 @@
-"""Threads that work beside the caller's. Where no thread can be started, the caller does the work itself."""
+"""Threads for background work. If no thread can be started, the caller does the work itself."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ R = TypeVar("R")
 
 
 class NoThread(RuntimeError):
-    """No thread can be started, and the work cannot be done in the caller's."""
+    """No thread can be started, and the caller's thread cannot do the work."""
 
 
 def start(function: Callable[[], Any], name: str, daemon: bool = True) -> threading.Thread | None:
-    """A started thread that runs `function`; None if there can be none. A daemon does not hold up the process's end."""
+    """A started thread that runs `function`; None if there can be none. A daemon thread does not delay the process's
+    end."""
     thread = threading.Thread(target=function, name=name, daemon=daemon)
     try:
         thread.start()
@@ -45,7 +46,8 @@ def later(seconds: float, function: Callable[[], Any]) -> threading.Timer | None
 
 
 def run_all(function: Callable[[A], R], items: Iterable[A], most: int | None = None) -> list[R]:
-    """`function` of each item, `most` at the same time. Raises what the first that fails raises."""
+    """The results of `function` for each item, computed `most` at a time. Raises the exception of the first that
+    fails."""
     todo = deque(enumerate(items))
     count = len(todo)
     done: dict[int, R] = {}
@@ -77,9 +79,9 @@ def run_all(function: Callable[[A], R], items: Iterable[A], most: int | None = N
 
 
 class Pool:
-    """At most `size()` threads, which take calls in order of arrival. A process that ends drops those not begun.
+    """At most `size()` threads that run calls in the order of submission. A process that ends drops calls not started.
 
-    `lost` is what a call gives in a child that was forked before it was done.
+    `lost` is the result, in a forked child, of a call that was not done at the fork.
     """
 
     def __init__(self, size: Callable[[], int], name: str, lost: Any = None) -> None:
@@ -92,7 +94,7 @@ class Pool:
         self._under_way: set[Future[Any]] = set()
 
     def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
-        """What `function(*args)` gives, in the future; at once, in this thread, if there is no other."""
+        """A future of `function(*args)`; it is computed at once in this thread if no other can be started."""
         promise: Future[R] = Future()
         once = deque([(function, args)])
         promise.add_done_callback(self._under_way.discard)
@@ -105,17 +107,17 @@ class Pool:
             threads = self._threads
         try:
             threads.submit(_run_once, once, promise)
-        except RuntimeError:  # no thread can be started; one that runs already may still come across the call
+        except RuntimeError:  # no thread can be started; a running one may still take the call
             _run_once(once, promise)
         return promise
 
     @property
     def busy(self) -> int:
-        """How many of the calls have not ended yet."""
+        """The number of calls that have not ended."""
         return sum(not f.done() for f in list(self._under_way))
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all calls have ended, for `timeout` seconds at most. Whether they have."""
+        """Wait until all calls have ended, for `timeout` seconds at most. Returns whether they have."""
         end = None if timeout is None else time.monotonic() + timeout
         while left := [f for f in list(self._under_way) if not f.done()]:
             seconds = None if end is None else max(end - time.monotonic(), 0.0)
@@ -130,7 +132,7 @@ class Pool:
             promise.cancel()
 
     def after_fork(self) -> None:
-        """A child has no threads of its parent's."""
+        """Reset the pool in a child, which has none of its parent's threads."""
         self._threads = None
         for promise in list(self._promised):
             promise._condition = threading.Condition()
@@ -140,7 +142,7 @@ class Pool:
 
 
 def _run_once(once: deque[tuple[Callable[..., R], tuple[Any, ...]]], promise: Future[R]) -> None:
-    """Call what is left in `once`. Who waits for the promise finds that nothing here holds the arguments any more."""
+    """Run the call left in `once`, if any. When the promise is done, nothing here references the arguments."""
     try:
         function, args = once.popleft()
     except IndexError:
