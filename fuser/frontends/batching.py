@@ -1,8 +1,8 @@
-"""Horizontal fusion: calls of one fusion that do not depend on each other are made by one call.
+"""Horizontal fusion: independent calls of one fusion become one call.
 
-An optimiser makes the same group for every parameter. Python then sees one call for a whole step, and the launcher
-runs all of it in one parallel region (`handle_each` in native/batch.h), so that small parameters keep all threads busy
-together.
+An optimiser makes the same group for every parameter. Python then makes one call for a whole step, and the launcher
+runs all of it in one parallel region (`handle_each` in native/batch.h), so that small parameters keep all threads
+busy.
 """
 
 from __future__ import annotations
@@ -17,46 +17,47 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.passes.extract import GroupPlan
 from fuser.passes.hints import numel_hint
 
-# What the new results of one batch may hold in elements, all taken together: calls made one by one would give memory
-# back in between. Inputs that a call writes are not new.
+# Most elements of new results in one batch, in all: single calls would free memory in between. Inputs that a call
+# writes are not new.
 _MOST_RESULTS = 256 << 10
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a fusion as text: the name of its handle's `each`, names of inputs and results, elements made new."""
+    """A call of a fusion as text: the name of its handle's `each`, names of inputs and results, elements of new
+    results."""
 
     each: str
     inputs: tuple[str, ...]
     results: tuple[str, ...]
-    several: bool  # the call gives a tuple
+    several: bool  # the call returns a tuple
     elements: int
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Calls of one kind can be made together."""
+        """Calls of one kind can be batched."""
         return self.each, len(self.inputs), len(self.results)
 
 
 def elements_made(plan: GroupPlan) -> int:
-    """Elements of a group's results that are new tensors, as far as is known ahead."""
+    """The number of elements in a group's new results, as far as it is known at compile time."""
     (found,) = plan.graph.output_node().args
     results = [n for n in (found if isinstance(found, tuple) else (found,)) if isinstance(n, fx.Node)]
     return sum(numel_hint(n.meta.get("val")) for n in results if n.target is not torch.ops.aten.copy_.default)
 
 
 class Order:
-    """An order of statements in which all is defined before it is read, near to their ranks, like calls together.
+    """An order of statements that respects their dependences, stays near their ranks and batches calls of one kind.
 
-    `calls` are the statements' calls, `ranks` their places in the original order, `needs` those that each must come
-    after. `runs` are the statements' numbers in their new order, in lists of what is made together; statements that
-    need each other in a circle are missing there.
+    `calls` are the statements' calls, `ranks` their positions in the original order, `needs` the statements that each
+    has to follow. `runs` are the statements' numbers in their new order, as lists of statements that run together;
+    statements in a dependence cycle are missing.
     """
 
     def __init__(self, calls: Sequence[Call | None], ranks: Sequence[int], needs: Sequence[set[int]]) -> None:
         self._calls, self._ranks, self._needs = calls, ranks, needs
         self._ready: list[tuple[int, int]] = []
-        self._alike: dict[tuple[object, ...], list[tuple[int, int]]] = {}  # the ready ones by kind of call
+        self._alike: dict[tuple[object, ...], list[tuple[int, int]]] = {}  # the ready statements by kind of call
         self._taken: set[int] = set()
         self._room = 0
         self.runs: list[list[int]] = []
@@ -83,7 +84,7 @@ class Order:
             heapq.heappush(self._alike.setdefault(call.kind, []), (self._ranks[i], i))
 
     def _next(self) -> int | None:
-        """The next statement: one that joins the last run, else the first of those that are ready; None at the end."""
+        """The next statement: one that joins the last run, else the first ready one; None at the end."""
         joining = self._joining()
         if joining is not None:
             self.runs[-1].append(joining)
@@ -114,7 +115,7 @@ class Order:
 
 
 def together(calls: Sequence[Call], keep: bool) -> str:
-    """The statement that makes the calls; without `keep` their results are dropped."""
+    """The statement that makes all calls; without `keep` their results are dropped."""
     lines = ",\n        ".join(", ".join(c.inputs) for c in calls)
     text = f"{calls[0].each}({len(calls[0].inputs)}, {keep},\n        {lines})"
     if not keep:

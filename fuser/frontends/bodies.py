@@ -1,8 +1,8 @@
-"""Operators on graphs, such as `cond`, `while_loop`, `scan` and `map`: each graph is compiled like one of its own.
+"""Operators on graphs, such as `cond`, `while_loop`, `scan` and `map`: each graph is compiled on its own.
 
-AOTAutograd hands such a call over with functional graphs as attributes of the module, the *bodies*. A body goes through
-the passes, the grouping and the outer program like any graph. The loops here call the bodies' programs. They give what
-torch's own loops give. Under a mode or a transform the operator itself runs, on the graphs as they were.
+AOTAutograd passes such a call with functional graphs as attributes of the module, the *bodies*. A body goes through
+the passes, the grouping and the outer program like any graph. The loops here call the bodies' programs and compute
+what torch's own loops compute. Under a mode or a transform the operator itself runs, on the original graphs.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from fuser.runtime.loops import Form
 
 Function = Callable[..., Any]
-# Operators of Dynamo's graphs that run a graph once, as if it stood there.
+# Operators in Dynamo's graphs that run a graph once, as if it were inlined.
 _REGIONS = frozenset("cond invoke_subgraph hints_wrapper".split())
 
 
 @dataclass(frozen=True)
 class Body:
-    """One graph that an operator runs: its attribute of the module, the operator's name, what was made of it."""
+    """One graph that an operator runs: its attribute of the module, the operator's name, the compiled graph."""
 
     name: str
     operator: str
     compiled: Compiled
-    forms: tuple[Form, ...] | None  # of the rows that it writes; see `rows_of_loops.store_rows`
+    forms: tuple[Form, ...] | None  # of the rows of results that it writes; see `rows_of_loops.store_rows`
 
 
 @dataclass(frozen=True)
 class Call:
-    """What runs in place of a call of an operator on graphs: a function of the arguments that are no graphs."""
+    """The replacement of a call of an operator on graphs: a function, and its arguments without the graphs."""
 
     function: Function
     args: tuple[Any, ...]
@@ -51,9 +51,9 @@ class Call:
 def compile_bodies(
     module: fx.GraphModule, compile_graph: Callable[[fx.GraphModule, bool], Compiled]
 ) -> tuple[tuple[Body, ...], dict[fx.Node, Call]]:
-    """The compiled bodies of a module, each once, and for each node that runs some what is called in its place.
+    """The compiled bodies of a module, each once, and the replacement call of each node that runs bodies.
 
-    `compile_graph` takes a body, and whether all that this writes is memory that overlaps nothing.
+    `compile_graph` takes a body, and whether the inputs it writes overlap no other memory.
     """
     bodies: dict[str, Body] = {}
     calls: dict[fx.Node, Call] = {}
@@ -73,9 +73,10 @@ def compile_bodies(
 
 
 def for_eager(module: fx.GraphModule) -> fx.GraphModule:
-    """Dynamo's graph as eager can run and differentiate it: torch has no gradient of `invoke_subgraph` outside a trace.
+    """Dynamo's graph in a form that eager can differentiate: torch has no gradient of `invoke_subgraph` outside a
+    trace.
 
-    The graphs of such calls are called as modules. `module` itself where there are none.
+    The graphs of such calls are called as modules. Returns `module` itself if there are none.
     """
     inner = {n: m for n, m in module.named_children() if isinstance(m, fx.GraphModule)}
     made = {n: for_eager(m) for n, m in inner.items()}
@@ -93,7 +94,7 @@ def for_eager(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def put_call(node: fx.Node, operands: Sequence[Any]) -> None:
-    """Have a graph call the module that an operator on graphs names first, in the operator's place."""
+    """Replace a call of an operator on graphs by a call of its first graph as a module."""
     region: Any = node.args[0]
     with node.graph.inserting_before(node):
         call = node.graph.call_module(region.target, tuple(operands))
@@ -107,10 +108,10 @@ def _is_region(node: fx.Node) -> bool:
 
 
 def passed_bodies(module: fx.GraphModule) -> tuple[PassRecord, ...]:
-    """Run the passes before autograd on the bodies of Dynamo's graph; the records of those that changed one.
+    """Run the passes before autograd on the bodies of Dynamo's graph; the records of the passes that changed one.
 
-    A body that changes is replaced by a copy. The gradient of a loop takes tensors alone from one step to another, so
-    bodies of loops stay as they are where it may be needed.
+    A body that changes is replaced by a copy. The gradient of a loop passes only tensors from step to step, so bodies
+    of loops are unchanged if a gradient may be needed.
     """
     found: list[PassRecord] = []
     known = _REGIONS if torch.is_grad_enabled() else _REGIONS | ON_GRAPHS
@@ -134,14 +135,14 @@ def passed_bodies(module: fx.GraphModule) -> tuple[PassRecord, ...]:
 
 
 def all_of(bodies: Sequence[Body]) -> Iterator[Body]:
-    """The bodies and those inside of them, inner ones first."""
+    """The bodies and the bodies inside them, inner ones first."""
     for body in bodies:
         yield from all_of(body.compiled.bodies)
         yield body
 
 
 def _own_copy(body: fx.GraphModule) -> fx.GraphModule:
-    """A body that passes may rewrite, whose result is a tuple."""
+    """A copy of a body that passes may rewrite; its result is a tuple."""
     made = fx.GraphModule(body, copied(body.graph))
     output = made.graph.output_node()
     (results,) = output.args
@@ -151,14 +152,14 @@ def _own_copy(body: fx.GraphModule) -> fx.GraphModule:
 
 
 def _function_of(compiled: Compiled) -> Function:
-    """A function of a body's inputs to a tuple of its results."""
+    """A function from a body's inputs to the tuple of its results."""
     if compiled.program is None:
         return compiled.module.forward
     return compiled.alone or compiled.program.function
 
 
 def _call(module: fx.GraphModule, node: fx.Node, bodies: Sequence[Body]) -> Call:
-    """The call that takes the place of a node's; `bodies` are those of its graphs, in order."""
+    """The call that replaces a node's; `bodies` are those of its graphs, in order."""
     operator: Any = node.target
     graphs: dict[Any, str] = {a: str(a.target) for a in graphs_of(node)}
     functions = {b.name: _function_of(b.compiled) for b in bodies}
@@ -184,7 +185,7 @@ def _call(module: fx.GraphModule, node: fx.Node, bodies: Sequence[Body]) -> Call
 
 
 def _as_written(function: Function, graph: fx.GraphModule) -> Function:
-    """A function with the results of a graph in the form that the graph gives them."""
+    """`function` with its results in the form that `graph` returns: a tuple or a single value."""
     if isinstance(graph.graph.output_node().args[0], (tuple, list)):
         return function
     return lambda *args: function(*args)[0]

@@ -1,4 +1,4 @@
-"""Graph inputs that are lists or tuples, as compiled autograd hands them over: each of their items becomes an input."""
+"""Graph inputs that are lists or tuples, as compiled autograd passes them: each item becomes an input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN = (torch.Tensor, int, float, torch.SymInt, torch.SymFloat)
 
 
 def flattened(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]] | None:
-    """The same graph with one input for each item; None if it does more with a container than to pick items of it."""
+    """The same graph with one input for each item; None if it uses a container in any other way than to take items."""
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     inputs: list[Any] = []
@@ -37,14 +37,14 @@ def flattened(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.Gra
 
 
 def _is_unpacked(node: fx.Node, value: Any) -> bool:
-    """Whether an input is a list of tensors and numbers, of which a graph only picks items."""
+    """Whether an input is a list of tensors and numbers from which the graph only takes items."""
     if isinstance(value, dict) or not all(isinstance(v, _PLAIN) for v in value):
         return False
     return all(u.target is operator.getitem and u.args[0] is node and type(u.args[1]) is int for u in node.users)
 
 
 def _items(node: fx.Node, count: int) -> list[list[fx.Node]]:
-    """For each place of a container the nodes that pick its item."""
+    """For each index of a container, the nodes that take its item."""
     found: list[list[fx.Node]] = [[] for _ in range(count)]
     for user in node.users:
         found[user.args[1]].append(user)  # type: ignore[index]
@@ -52,7 +52,7 @@ def _items(node: fx.Node, count: int) -> list[list[fx.Node]]:
 
 
 def takes_containers(function: Function, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
-    """A function of `gm`'s inputs, made of one of their items; lists that the caller gives away are emptied first."""
+    """A function of `gm`'s inputs, given one of their items; lists that the caller gives away are emptied first."""
     nested = [isinstance(value, _CONTAINERS) for value in example_inputs]
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     given_away = [i for i, n in enumerate(placeholders) if nested[i] and n.meta.get("steal_arg")]

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="fuser")`: from dynamo's graph to a program of fused groups and ATen calls."""
+"""`torch.compile(model, backend="fuser")`: from Dynamo's graph to a program of fused groups and ATen calls."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ _RACING_MODES = ("max-autotune", "max-autotune-no-cudagraphs")
 Function = Callable[..., Any]
 _SUBCLASS = "an input or output is a tensor subclass"
 
-CpuBackend.warm_up()  # this module is imported when somebody compiles; Dynamo is imported and traces meanwhile
+CpuBackend.warm_up()  # imported when a process compiles: it runs while Dynamo is imported and traces
 import_at_rest("torch._dynamo")
 
 
 def fuser_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
 ) -> Function:
-    """Compile a graph captured by dynamo; called by `torch.compile`.
+    """Compile a graph captured by Dynamo; called by `torch.compile`.
 
     `options` are settings of `fuser.config` for this graph alone. On CUDA tensors, the modes "reduce-overhead" and
     "max-autotune" record calls as CUDA graphs, and "max-autotune" and "max-autotune-no-cudagraphs" set `max_autotune`;
@@ -87,7 +87,8 @@ fakes.follow_dynamo(fuser_backend)
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python's collector waits: a full collection walks everything torch has imported, 0.1 s each time."""
+    """A block without Python's garbage collector: a full collection walks all that torch has imported, 0.1 s each
+    time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -109,7 +110,8 @@ def _checked_options(options: dict[str, Any], mode: str | None) -> dict[str, Any
 
 
 def _with_options(function: Function, options: dict[str, Any]) -> Function:
-    """Kernels are compiled at the first call of each class of arguments, so the settings must hold then too."""
+    """`function` under `options`: kernels are compiled at the first call of each class of arguments, under these
+    settings, too."""
 
     def call(*args: Any) -> Any:
         with config.override(**options):
@@ -147,7 +149,7 @@ def _compile(
 def _compile_single(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], recorded: bool
 ) -> Function:  # fmt: skip
-    """A graph that returns one tensor, as no graph of dynamo's does: compiled as one that returns a tuple."""
+    """Compile a graph that returns one tensor, which Dynamo's graphs never do: like one that returns a tuple."""
     gm = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     output = gm.graph.output_node()
     output.args = ((output.args[0],),)
@@ -157,7 +159,7 @@ def _compile_single(
 
 
 def _devices(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[str]:
-    """The types of the devices on which a graph has tensors, as far as its nodes say."""
+    """The types of the devices on which a graph has tensors, as far as its nodes show."""
     found = [*example_inputs, *gm.parameters(), *gm.buffers()]
     for node in all_nodes(gm):
         value = node.meta.get("example_value", node.meta.get("val"))
@@ -196,18 +198,18 @@ class _GraphCompiler:
         self.recorded = recorded
         self.example_inputs = example_inputs
         self.options = options
-        self.autocast = torch._C._is_any_autocast_enabled()  # switched off by the time of `compile_inference`
+        self.autocast = torch._C._is_any_autocast_enabled()  # it is switched off by the time of `compile_inference`
         self.casts: Function = contextlib.nullcontext
         if torch.is_grad_enabled():
             from fuser.frontends.replay import casts_now
 
             self.casts = casts_now()
         self.direct: Function | None = None
-        self.written: frozenset[int] | None = None  # inputs that the functional graph writes; None if it has others
+        self.written: frozenset[int] | None = None  # inputs written by the functional graph; None if its inputs differ
         self.by_eager = Tally()
         self.passes: tuple[PassRecord, ...] = ()
-        self.eager = gm  # what runs in place of the compiled graph
-        self.differentiable = gm  # what eager can differentiate twice, which fused attention cannot
+        self.eager = gm  # runs in place of the compiled graph
+        self.differentiable = gm  # a graph that eager can differentiate twice, unlike fused attention
 
     def compile(self) -> Function:
         give_values(self.gm, self.example_inputs)
@@ -233,7 +235,7 @@ class _GraphCompiler:
         return self._compile_traced()
 
     def _compile_traced(self) -> Function:
-        """Compile a graph that AOTAutograd traces."""
+        """Compile a graph that needs AOTAutograd."""
         from fuser.frontends.training import Training  # most graphs for inference need neither
 
         steps = Training(self.options, self.passes, self.recorded, self.by_eager)
@@ -258,7 +260,8 @@ class _GraphCompiler:
         return Watched(wrapped, self.eager, self.example_inputs, written, self.by_eager).call
 
     def _trainable(self, wrapped: Function, steps: Training) -> Function:
-        """What AOTAutograd made of a graph with gradients: with gradients of these, and a thin autograd node."""
+        """AOTAutograd's function of a graph with gradients, made twice differentiable, and with a thin autograd
+        node."""
         from fuser.frontends.higher_order import differentiable_twice  # processes that only infer need neither
         from fuser.frontends.thin import thin
 
@@ -274,7 +277,7 @@ class _GraphCompiler:
         return thin(wrapped, self.differentiable, steps, again, replay, self.by_eager)
 
     def _replay(self, steps: Training) -> Any:
-        """How eager runs the graph again for the gradient of a gradient; None if that does not give the same."""
+        """The eager replay of the graph for the gradient of a gradient; None if its results would differ."""
         from fuser.frontends.replay import Replay
 
         context: Any = torch._guards.TracingContext.try_get()
@@ -288,7 +291,8 @@ class _GraphCompiler:
         return Replay(self.differentiable, written, steps.needed, steps.draws, self.casts)
 
     def _why_not_traced(self, error: Exception) -> str:
-        """Why AOTAutograd could not make graphs of a program that eager may run; raises what is meant for others."""
+        """The reason why AOTAutograd could not trace a program that eager may run; raises errors meant for Dynamo or
+        users."""
         from torch._dynamo.exc import TorchDynamoException
 
         if isinstance(error, (TorchDynamoException, FuserError)):
@@ -300,7 +304,7 @@ class _GraphCompiler:
         )
 
     def _compile_plain(self) -> bool:
-        """Compile a graph for which AOTAutograd has nothing to do. False if it has, or may have."""
+        """Compile a graph that needs no AOTAutograd. False if it needs it, or may."""
         if config.freeze or _holds_tensors(self.gm):
             return False
         with levels_kept(), in_fast_forms(), plain_trace.tracing(self.gm, self.example_inputs) as functional:
@@ -313,12 +317,12 @@ class _GraphCompiler:
     def _trace(self, steps: Training) -> Function:
         corrected = fakes.corrected_traces(), fakes.loops_may_count(self.gm)
         with levels_kept(), corrected[0], corrected[1], in_fast_forms(), warnings.catch_warnings():
-            # Where the trace of a gradient raises, eager runs: nobody has to hear which operator it was.
+            # If the trace of a gradient raises, eager runs: the warning about its operator is of no use.
             warnings.filterwarnings("ignore", "Error detected in .*Backward")
             return steps.trace(self.gm, self.example_inputs, self.compile_inference)
 
     def _written_inputs(self) -> frozenset[int] | None:
-        """The numbers of the inputs that AOTAutograd found to be written; None if nobody knows."""
+        """The numbers of the inputs that AOTAutograd found to be written; None if they are unknown."""
         meta = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
         found = getattr(meta, "input_info", None)
         if found is None or len(found) != len(self.example_inputs):
@@ -326,14 +330,14 @@ class _GraphCompiler:
         return frozenset(i for i, info in enumerate(found) if info.mutates_data or info.mutates_metadata)
 
     def _may_run_again(self, steps: Training) -> bool:
-        """Whether running dynamo's graph once more by eager gives the same, and does nothing else."""
+        """Whether a second run of Dynamo's graph in eager gives the same results and has no other effect."""
         reason = _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs), viewed=True)
         own = any(True for _ in self.gm.parameters()) or _has_own_gradients(self.gm)
         other = own or steps.random or self.autocast
         return reason is None and not other and _are_distinct(self.example_inputs)
 
     def _may_be_thin(self, steps: Training) -> bool:
-        """Whether AOTAutograd's wrappers would do nothing in calls of this graph with gradients."""
+        """Whether AOTAutograd's wrappers have nothing to do in this graph's calls with gradients."""
         forward = steps.compiled.get("forward")
         if forward is None or self.recorded or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return False
@@ -341,8 +345,8 @@ class _GraphCompiler:
 
     def compile_inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
         """AOTAutograd's inference compiler: takes the functional graph, returns a function of a list of inputs."""
-        from fuser.frontends.effects import drop_tokens, with_tokens  # AOTAutograd's graphs alone have tokens,
-        from fuser.frontends.views_of_inputs import view_written_inputs  # and views of what the graph writes
+        from fuser.frontends.effects import drop_tokens, with_tokens  # only AOTAutograd's graphs have tokens,
+        from fuser.frontends.views_of_inputs import view_written_inputs  # and views of written inputs
 
         tokens = _tokens()
         drop_tokens(gm, tokens)
@@ -350,7 +354,7 @@ class _GraphCompiler:
         if len(self.example_inputs) == sum(n.op == "placeholder" for n in gm.graph.nodes):
             self.written = written_inputs(gm.graph)
         if config.freeze:
-            from fuser.passes.freezing import mark_frozen  # the libraries' packed weights are behind it
+            from fuser.passes.freezing import mark_frozen  # the libraries' packed weights depend on it
 
             mark_frozen(gm.graph, _static_inputs())
         compiled = compile_functional(gm, ("joint_graph", "post_grad"), self.passes)
@@ -358,7 +362,7 @@ class _GraphCompiler:
         return with_tokens(compiled.recorded("inference") if self.recorded else compiled.boxed, tokens)
 
     def _use(self, compiled: Compiled, wrapper_reason: str | None) -> None:
-        """Let calls run a compiled graph for inference, by itself if there is no reason for AOTAutograd's wrapper."""
+        """Let calls run a compiled inference graph, directly if AOTAutograd's wrapper is not needed."""
         if wrapper_reason is not None and compiled.gains_nothing(self.options) and not self.recorded:
             self.direct, wrapper_reason = self.gm.forward, None
         elif compiled.program is not None and wrapper_reason is None:
@@ -375,9 +379,9 @@ class _GraphCompiler:
         compiled.remember(route, wrapper_reason or "", self.options, by_eager=self.by_eager)
 
     def _why_wrapped(self, module: fx.GraphModule, gradients: bool = False) -> str | None:
-        """Why AOTAutograd's runtime wrapper must stay around the program; None if it would do nothing.
+        """The reason why AOTAutograd's runtime wrapper has to stay around the program; None if it would do nothing.
 
-        With `gradients` none but those of its autograd function.
+        With `gradients`, its autograd function alone is no reason.
         """
         tensors = [x for x in self.example_inputs if isinstance(x, torch.Tensor)]
         if getattr(torch._guards.TracingContext.try_get(), "fakify_first_call", False):
@@ -387,7 +391,7 @@ class _GraphCompiler:
         if not _are_distinct(self.example_inputs):
             return "one tensor is several inputs"
         if any(map(is_traceable_wrapper_subclass, (*tensors, *_results(self.gm)))):
-            return _SUBCLASS  # torch 2.11 says nothing of it in the metadata of a graph for inference
+            return _SUBCLASS  # torch 2.11 has no sign of it in the metadata of an inference graph
         if gradients and torch._C._are_functorch_transforms_active():
             return "a transform is at work"
         if not gradients and any(t.requires_grad for t in tensors) and torch.is_grad_enabled():
@@ -417,19 +421,19 @@ def _results(gm: fx.GraphModule) -> list[Any]:
 
 
 def _tokens() -> int:
-    """How many tokens AOTAutograd passes through the graph, to order calls with effects."""
+    """The number of tokens that AOTAutograd passes through the graph to order calls with effects."""
     meta = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
     return len(getattr(meta, "tokens", ()))
 
 
 def _seen_by_autograd() -> tuple[int, ...]:
-    """The numbers of the graph's inputs whose writes by the graph autograd has to know of."""
+    """The numbers of the graph's inputs whose writes in the graph autograd has to know of."""
     meta = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
     return tuple(getattr(meta, "mutated_graph_handled_indices_seen_by_autograd", None) or ())
 
 
 def _counting(function: Function, written: tuple[int, ...]) -> Function:
-    """`function`, which writes these of its arguments by kernels: autograd is told of it."""
+    """`function`, which writes these arguments in kernels, preceded by increments of their version counters."""
 
     def call(*args: Any) -> Any:
         torch.autograd.graph.increment_version([args[i] for i in written])
@@ -445,7 +449,7 @@ def _static_inputs() -> tuple[int, ...]:
 
 
 def _are_distinct(inputs: Sequence[Any]) -> bool:
-    """Whether no tensor is several inputs."""
+    """Whether no tensor is passed as several inputs."""
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     return len({id(t) for t in tensors}) == len(tensors)
 
@@ -453,11 +457,11 @@ def _are_distinct(inputs: Sequence[Any]) -> bool:
 def _metadata_reason(
     context: Any, inputs: int, ordered: bool = False, kept: bool = False, viewed: bool = False, replayed: bool = False
 ) -> str | None:  # fmt: skip
-    """What AOTAutograd's own analysis of the graph says: anything left to do before or after it?
+    """The reason that AOTAutograd's analysis gives why there is work before or after the graph; None if there is none.
 
-    `ordered`: calls with effects are in order without tokens. `kept`: writes that the graph itself makes are in order.
-    `viewed`: results may be views and have dynamic sizes, all of which AOTAutograd sees to. `replayed`: the graph may
-    change the content of inputs, and grad mode.
+    `ordered`: calls with effects are in order without tokens. `kept`: writes in the graph itself are in order.
+    `viewed`: results may be views and have dynamic sizes, which AOTAutograd handles. `replayed`: the graph may change
+    the content of inputs, and grad mode.
     """
     meta = getattr(context, "fw_metadata", None)
     if meta is None:

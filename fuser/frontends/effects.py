@@ -1,7 +1,7 @@
-"""Calls with an effect, such as the error checks of `torch.linalg`: AOTAutograd keeps them in order by tokens.
+"""Calls with an effect, such as the error checks of `torch.linalg`: AOTAutograd orders them by tokens.
 
-A token is an input and a result of the graph, and of each such call, `with_effects(token, operator, …)`. The statements
-of a program have an order without it: they call the operator itself.
+A token is an input and a result of the graph, and of each such call, `with_effects(token, operator, …)`. The
+statements of a program are ordered anyway, so they call the operator itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Function = Callable[..., Any]
 
 
 def drop_tokens(module: fx.GraphModule, count: int) -> None:
-    """Take the tokens, which come first, from a graph's inputs and results. The chain of calls stays one."""
+    """Remove the tokens, which come first, from a graph's inputs and results. The chain of calls is kept."""
     if not count:
         return
     graph = module.graph

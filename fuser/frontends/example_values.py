@@ -1,4 +1,4 @@
-"""Values of nodes for graphs that Dynamo did not capture: its own carry fake tensors, by which passes decide."""
+"""Fake values for nodes of graphs that Dynamo did not capture; its own graphs have them, and passes depend on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fuser.reasons import because
 
 
 def give_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Have nodes of a graph that writes tensors carry fake tensors. Nodes that fail, and all after them, stay bare."""
+    """Give the nodes of a graph that writes tensors fake tensors. Nodes that fail, and all after them, get none."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     if any("example_value" in n.meta for n in placeholders) or not any(map(writes, gm.graph.nodes)):
         return
@@ -28,25 +28,25 @@ def give_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         with mode, torch.no_grad():
             fakes = [mode.from_tensor(x) if type(x) is torch.Tensor else x for x in example_inputs]
             _Valued(gm).run(*fakes)
-    except Exception:  # eager says what is wrong with the graph, when it runs
+    except Exception:  # eager reports the graph's error when it runs
         return
 
 
 class _Valued(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
-        """A node's value. The node keeps it as it is now: `unsqueeze_` and its kin change a tensor's sizes later."""
+        """A node's value, which is stored as it is now: `unsqueeze_` and similar change a tensor's sizes later."""
         value = super().run_node(node)
         node.meta["example_value"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
         return value
 
 
-# Dispatch keys under which an operator has a gradient.
+# Dispatch keys of kernels that give an operator a gradient.
 _OF_GRADIENTS = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
 HIDDEN = because("python", "a custom operator has no gradient of its own; in eager it has that of what it calls")
 
 
 def hides_gradient(node: fx.Node) -> bool:
-    """Whether the gradient of a custom operator's result, or of what it writes, is that of what its kernel calls.
+    """Whether the gradient of a custom operator is that of the operators its kernel calls.
 
     No trace sees these calls. Operators with a gradient of their own have a kernel for it.
     """

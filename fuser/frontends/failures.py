@@ -1,4 +1,4 @@
-"""Graphs that raise where the program that they were traced from may not: eager runs, and the reason is kept."""
+"""Graphs that raise although the traced program may not: eager runs instead, and the reason is kept."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fuser.runtime.memory import Tally
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
-_MOST_SAID = 256  # sentences of errors may name sizes, so there is no end of them
+_MOST_SAID = 256  # most sentences that are logged: errors may name sizes, so there is no limit to their number
 Function = Callable[..., Any]
 
 
-# What operators raise. Other types are control flow, as that which ends a recomputation of checkpoints.
+# Errors of operators. Others are control flow, such as the one that ends a checkpoint's recomputation.
 OF_OPERATORS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 
 
 def reason_of(error: BaseException) -> str:
-    """A sentence about a graph that raised `error` at a call."""
+    """The sentence about a graph that raised `error` at a call."""
     return because(
         "not_traced", f"the compiled graph raised {type(error).__name__}: {(str(error).strip() or '.').splitlines()[0]}"
     )
@@ -54,17 +54,17 @@ def guarded(function: Function, gm: fx.GraphModule, by_eager: Tally) -> Function
 
 
 def after_failure(error: BaseException, gm: fx.GraphModule, by_eager: Tally, args: tuple[Any, ...]) -> Any:
-    """In the handler of an error of a compiled function: eager's result or error, with the reason noted.
+    """Eager's result or error, after a compiled function raised `error`; the reason is noted.
 
-    What no other run would mend is raised again.
+    Errors that a second run would not avoid are raised again.
     """
     if isinstance(error, (torch.OutOfMemoryError, FuserError)):
         raise error
     try:
         with levels_kept():
-            results = gm.forward(*args)  # not gm(): that one prints an error as well
+            results = gm.forward(*args)  # not gm(): that also prints an error
     except OF_OPERATORS as eagers:
-        raise eagers from None  # the user's own error, without the compiled function's before it
+        raise eagers from None  # the user's own error, without the compiled function's as its context
     reason = reason_of(error)
     by_eager.note(reason)
     say_unfused(reason)

@@ -1,11 +1,11 @@
-"""Fake tensors with the strides that eager's kernels give their results.
+"""Fake tensors with the strides of eager's results.
 
-Dynamo and AOTAutograd trace on fake tensors, whose strides decide which views are legal and which are copies. Where
-torch's shape functions promise other strides than eager's kernels keep, a trace raises where eager works, or its views
-fail when it runs. The fake tensor modes that trace for this backend therefore give each result the strides of
-`lowering/corrections.py`. Other backends' modes are as they were.
+Dynamo and AOTAutograd trace on fake tensors, whose strides decide which views are legal and which are copies. If
+torch's shape functions give other strides than eager's kernels, a trace raises where eager works, or its views fail
+when it runs. So the fake tensor modes that trace for this backend give each result the strides of
+`lowering/corrections.py`. Other backends' modes are unchanged.
 
-Dynamo's own graphs are corrected in one thing, too: what it takes for an input because its fake tensor is one.
+In Dynamo's own graphs, results that Dynamo takes for an input with the same fake tensor are corrected, too.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MARK = "_fuser_plain_dispatch"
 _clone = torch.ops.aten.clone.default
 _empty_strided = torch.ops.aten.empty_strided.default
 _as_strided = torch.ops.aten.as_strided.default
-# Of these torch's fake tensors have other strides in dims of one element than its tensors.
+# For these, torch's fake tensors have other strides in dims of one element than its tensors.
 _VIEWS = frozenset(getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "_reshape_alias"))
 
 
 def correct(mode: Any) -> None:
-    """Have a fake tensor mode give eager's strides."""
+    """Let a fake tensor mode give eager's strides."""
     if mode is None or _MARK in vars(mode):
         return
     plain = mode.dispatch
@@ -56,14 +56,15 @@ def correct(mode: Any) -> None:
 # -- gradients of resized images ---------------------------------------------------------------------------------------
 @functools.cache
 def _resized_gradients() -> frozenset[Any]:
-    """The operators that are traced for resized images (`passes/dispatched.py`) and that torch describes for sizes that
-    are numbers alone."""
+    """The operators that resized images are traced with (`passes/dispatched.py`) and whose shape functions in torch
+    need sizes that are numbers."""
     packets = [getattr(torch.ops.aten, f"{name}_backward", None) for name in RESIZING]
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
 def _has_symbols(values: Any) -> bool:
-    """Whether a number, or a size or stride of a tensor, is a symbol. Slices have sizes that are not."""
+    """Whether a number, or a size or stride of a tensor, is a symbol. A slice of fixed size may have symbols in its
+    strides only."""
     numbers = (n for v in pytree.tree_leaves(values) for n in (_geometry(v) if isinstance(v, torch.Tensor) else (v,)))
     return any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in numbers)
 
@@ -73,8 +74,7 @@ def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _gradient_of_input_size(plain: Callable[..., Any], func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """An empty tensor with the sizes of the input, in the order of memory that the operator gives it for the sizes of
-    which the graph is an example."""
+    """An empty tensor with the input's sizes, in the memory order that the operator gives for the example's sizes."""
     names = [a.name for a in func._schema.arguments]
     given = {**dict(zip(names, args)), **kwargs}
     example = func(**pytree.tree_map(_as_example, given))
@@ -95,7 +95,7 @@ def _as_example(value: Any) -> Any:
 # -- strides -----------------------------------------------------------------------------------------------------------
 @functools.cache
 def _corrected_name(func: Any) -> str | None:
-    """The name of an operator that makes new tensors whose strides torch's shape function may get wrong."""
+    """The name of an operator with new results whose strides torch's shape function may get wrong; else None."""
     if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or func.is_view:
         return None
     name = str(func.overloadpacket)
@@ -103,7 +103,7 @@ def _corrected_name(func: Any) -> str | None:
 
 
 def _tried(plain: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """A call's results, of row-major arguments if the shape function views what eager's kernel copies."""
+    """A call's results; of row-major arguments if the shape function makes a view where eager's kernel copies."""
     try:
         return plain(func, types, args, kwargs)
     except (RuntimeError, ValueError) as error:
@@ -127,7 +127,7 @@ def _with_strides(plain: Callable[..., Any], name: str, found: Any, args: Sequen
             return found
         metas = pytree.tree_map_only(torch.Tensor, _on_meta, (found, tuple(args)))
         wanted = corrected(name, device, *metas)
-    except Exception:  # sizes that depend on data, or arguments that no rule knows: as torch has it
+    except Exception:  # sizes that depend on data, or arguments that no rule knows: torch's strides stay
         return found
     for i, (t, want) in enumerate(zip(results, [wanted] if isinstance(found, torch.Tensor) else wanted)):
         if isinstance(t, torch.Tensor) and want.shape == t.shape and tuple(want.stride()) != tuple(t.stride()):
@@ -137,11 +137,11 @@ def _with_strides(plain: Callable[..., Any], name: str, found: Any, args: Sequen
 
 
 def _viewed(plain: Callable[..., Any], func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A tensor in other sizes, with eager's strides in dims of one element, too."""
+    """A view in other sizes, with eager's strides in dims of one element, too."""
     found = plain(func, types, args, kwargs)
     if _has_symbols((args, kwargs, found)) or min(found.shape, default=2) > 1 or _is_plain(args[0]):
         return found
-    with torch._C._DisablePythonDispatcher():  # where AOTAutograd traces, its rule for sizes that are symbols
+    with torch._C._DisablePythonDispatcher():  # the symbolic rule of AOTAutograd's traces
         strides = func(_on_meta(args[0]), *args[1:], **kwargs).stride()
     if strides == found.stride():
         return found
@@ -149,7 +149,7 @@ def _viewed(plain: Callable[..., Any], func: Any, types: Any, args: Sequence[Any
 
 
 def _is_plain(t: torch.Tensor) -> bool:
-    """Whether a tensor is row-major in the dims of one element, too: no rule changes a call on such tensors."""
+    """Whether a tensor is row-major in dims of one element, too: no rule changes a call on such tensors."""
     return is_row_major(t) if all(type(n) is int for n in (*t.shape, *t.stride())) else t.is_contiguous()
 
 
@@ -163,9 +163,9 @@ _corrects: contextvars.ContextVar[bool] = contextvars.ContextVar("fuser_corrects
 
 @contextlib.contextmanager
 def corrected_traces() -> Iterator[None]:
-    """Correct the fake tensors of what AOTAutograd traces in this block.
+    """Correct the fake tensors of AOTAutograd's traces in this block.
 
-    Their mode is Dynamo's or that of fake inputs; AOTAutograd makes one where there is none.
+    Their mode is Dynamo's or that of fake inputs; without one, AOTAutograd makes one.
     """
     _follow_aot_autograd()
     token = _corrects.set(True)
@@ -193,9 +193,10 @@ def _follow_aot_autograd() -> None:
 
 @contextlib.contextmanager
 def loops_may_count(gm: fx.GraphModule) -> Iterator[None]:
-    """Let the traces in this block read numbers from tensors, if the graph calls `while_loop`.
+    """Let traces in this block read numbers from tensors, if the graph calls `while_loop`.
 
-    torch's gradient of a loop reads the number of the step. Dynamo forbids that unless the whole program is one graph.
+    torch's gradient of a loop reads the number of the step, which Dynamo forbids unless the whole program is one
+    graph.
     """
     mode = getattr(torch._guards.TracingContext.try_get(), "fake_mode", None)
     if mode is None or not any(getattr(n.target, "__name__", "") == "while_loop" for n in gm.graph.nodes):
@@ -227,10 +228,10 @@ def follow_dynamo(backend: Callable[..., Any]) -> None:
 
 
 def _keep_writes(output_graph: Any, backend: Callable[..., Any]) -> None:
-    """Keep writes into inputs of float64 without dims in the graphs that Dynamo captures for `backend`.
+    """Keep writes into 0-dim float64 inputs in the graphs that Dynamo captures for `backend`.
 
-    Dynamo drops inputs whose value became a constant. It takes a write whose result nobody uses for such an input,
-    since its fake tensor is the input's.
+    Dynamo drops inputs whose value became a constant. It takes a write without users for such an input, since both
+    have the same fake tensor.
     """
     plain = getattr(output_graph, "remove_tensorify_specialized_graphargs", None)
     if plain is None:
@@ -253,7 +254,7 @@ def _looks_like_an_input(node: fx.Node) -> bool:
 
 
 def _innermost(function: Any) -> Any:
-    """What a compiler function of Dynamo's wraps."""
+    """The innermost function that a compiler function of Dynamo wraps."""
     for _ in range(8):
         inner = [getattr(function, name, None) for name in ("compiler_fn", "_torchdynamo_orig_backend", "__wrapped__")]
         inner = [f for f in inner if callable(f)]

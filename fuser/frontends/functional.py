@@ -1,6 +1,6 @@
-"""One functional ATen graph to one callable: passes, grouping, registration, the outer program.
+"""Compilation of one functional ATen graph to a callable: passes, grouping, registration, the outer program.
 
-What AOTAutograd hands over, be it a graph for inference, a forward or a backward, is compiled here and nowhere else.
+All of AOTAutograd's graphs (for inference, forward or backward) are compiled here and nowhere else.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 Function = Callable[..., Any]
-_OF_VIEWS = ("merge_views", "split_to_slices")  # passes that save no operator of ATen
+_OF_VIEWS = ("merge_views", "split_to_slices")  # passes that remove no ATen operator
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled graph. `program` is None where the graph runs as it is, by ATen; `reason` then says why."""
+    """A compiled graph. `program` is None if the graph runs unchanged on ATen; `reason` then says why."""
 
     module: fx.GraphModule
     plan: Plan
@@ -62,7 +62,8 @@ class Compiled:
 
     @property
     def boxed(self) -> Function:
-        """A function of a list of inputs, which it empties, to a tuple; of the inputs where the graph runs by ATen."""
+        """A function of a list of inputs, which it empties, to a tuple; a function of the inputs if the graph runs on
+        ATen."""
         if self.program is None:
             return self.module.forward
         return _past_first_check(self.program.boxed, not _has_custom_ops(self.module))
@@ -73,7 +74,7 @@ class Compiled:
         return written_inputs(self.module.graph)
 
     def recorded(self, name: str, forward: Recorded | None = None) -> Function:
-        """`boxed` under CUDA graphs; `forward` is the one of which this is the backward."""
+        """`boxed` under CUDA graphs; `forward` is the recorded forward if this is a backward."""
         from fuser.cuda.graphs import Recorded  # for CUDA graphs alone
 
         if self.program is None:
@@ -82,7 +83,7 @@ class Compiled:
 
     @property
     def alone(self) -> Function | None:
-        """The fusion handle itself, when it takes the graph's inputs and gives its outputs as they are."""
+        """The fusion handle itself, if it takes the graph's inputs and gives its outputs unchanged; else None."""
         if self.program is None or len(self.plan.groups) != 1 or self.plan.outside or self.raced:
             return None
         (group,) = self.plan.groups
@@ -94,7 +95,7 @@ class Compiled:
         return handle
 
     def gains_nothing(self, options: dict[str, Any]) -> bool:
-        """Whether dynamo's graph, as it is, does what the program does: operators of ATen that no pass improved."""
+        """Whether Dynamo's own graph does the same as the program: only ATen operators, which no pass improved."""
         if self.program is None or self.plan.groups or options.get("freeze", config.freeze):
             return False
         targets = {n.target for n in self.plan.outside if n.op == "call_function"} - {operator.getitem}
@@ -105,7 +106,8 @@ class Compiled:
         self, route: str, reason: str, options: dict[str, Any], stage: str = "inference",
         by_eager: Counter[str] | None = None,
     ) -> None:  # fmt: skip
-        """Add this graph to the history that reports read, behind its bodies; one that runs by ATen under "eager"."""
+        """Add this graph to the history that reports read, after its bodies; a graph that runs on ATen has the route
+        "eager"."""
         for body in all_of(self.bodies):
             body.compiled.tell(route, reason, options, stage, Counter(), f"{body.name} of {body.operator}")
         self.tell(route, reason, options, stage, Counter() if by_eager is None else by_eager)
@@ -113,7 +115,7 @@ class Compiled:
     def tell(
         self, route: str, reason: str, options: dict[str, Any], stage: str, by_eager: Counter[str], body: str = ""
     ) -> None:
-        """Add this graph alone; `body` names one that an operator runs."""
+        """Add this graph alone; `body` names a graph that an operator runs."""
         if self.program is None:
             _log.warning("a graph runs unfused: %s", self.reason)
             record = CompiledGraph("eager", self.reason, options=options, stage=stage, body=body)
@@ -141,10 +143,10 @@ def compile_functional(
     module: fx.GraphModule, stages: Sequence[str] = ("post_grad",), earlier: Sequence[PassRecord] = (),
     in_place: bool = True,
 ) -> Compiled:  # fmt: skip
-    """Compile a functional ATen graph whose nodes carry fake values; the module itself is rewritten.
+    """Compile a functional ATen graph whose nodes have fake values; the module itself is rewritten.
 
-    `stages` are those whose passes have not run yet, `earlier` the records of those that have. `in_place`: kernels may
-    write inputs that the graph writes, as no two inputs overlap.
+    `stages` are those whose passes have not run yet, `earlier` the records of passes that have. `in_place`: kernels
+    may write the inputs that the graph writes, because no two inputs overlap.
     """
     start = time.perf_counter()
     passes = (*earlier, *(record for stage in stages for record in run_stage(stage, module)))
@@ -185,7 +187,7 @@ def _compile_body(body: fx.GraphModule, in_place: bool) -> Compiled:
 
 
 def written_inputs(graph: fx.Graph) -> frozenset[int]:
-    """The numbers of the placeholders into which, or into views of which, some call writes."""
+    """The numbers of the placeholders that some call writes, directly or through a view."""
     number = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     found: set[int] = set()
     for node in graph.nodes:
@@ -208,10 +210,10 @@ def _has_custom_ops(module: fx.GraphModule) -> bool:
 
 
 def _past_first_check(function: Function, leaves: bool) -> Function:
-    """A boxed function. If it `leaves`, its first call leaves AOTAutograd's search for misdeclared custom operators.
+    """A boxed function. If `leaves`, its first call disables AOTAutograd's check for misdeclared custom operators.
 
-    That is a mode, and under any mode ATen has to run. The function is one of Python: AOTAutograd looks for an
-    attribute, and wrappers around a native function do not have it.
+    The check is a mode, and under any mode ATen has to run. The result is a Python function: AOTAutograd looks for an
+    attribute, which wrappers around a native function do not have.
     """
     seen = not leaves
 
@@ -230,7 +232,7 @@ def _past_first_check(function: Function, leaves: bool) -> Function:
 
 
 def _prepare(keys: Sequence[int], groups: Sequence[GroupPlan]) -> None:
-    """Have the kernels of all groups compiled at once, for the arguments seen while tracing; equal calls ask once."""
+    """Compile the kernels of all groups for the arguments seen while tracing, in parallel; equal calls only once."""
     asked = set()
     for key, group in zip(keys, groups, strict=True):
         examples = [n.meta.get("val") for n in group.inputs]
@@ -246,7 +248,7 @@ def _prepare(keys: Sequence[int], groups: Sequence[GroupPlan]) -> None:
 
 
 def _sizes_of(examples: Sequence[Any]) -> tuple[Any, ...] | None:
-    """All that tells apart calls with these arguments, if they are tensors without symbolic sizes; else None."""
+    """A key of calls with these arguments if they are tensors without symbolic sizes; else None."""
     if not all(isinstance(t, torch.Tensor) for t in examples):
         return None
     found = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in examples)

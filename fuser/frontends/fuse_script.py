@@ -1,4 +1,5 @@
-"""`fuse_script`: scripted and traced functions and modules whose graphs run in fused groups, control flow and all."""
+"""`fuse_script`: scripted and traced functions and modules whose graphs run in fused groups, with their control
+flow."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _NEEDED = (
 def fuse_script(script: Script, *, example_inputs: Sequence[Any] | None = None) -> Script:
     """A copy of a scripted or traced function or module that runs in fused groups, inside branches and loops too.
 
-    What is not fused runs as before, and `fuser.debug.graph_for(fused)` says why.
+    Unfused parts run as before, and `fuser.debug.graph_for(fused)` says why.
 
     Args:
         script: what `torch.jit.script` or `torch.jit.trace` returned, a function or a module with `forward`.
@@ -77,10 +78,10 @@ def _run_once(fused: Script, example_inputs: Sequence[Any]) -> None:
 
 
 def _fused(inlined: Any, evaluating: bool) -> Fused:
-    """The fused graph; the graph as it is where a defect keeps it from being fused."""
+    """The fused graph; the original graph if a defect keeps it from being fused."""
     try:
         return fused_graph(inlined, evaluating)
-    except Exception as e:  # a defect is a fallback too
+    except Exception as e:  # a defect is a fallback, too
         reason = f"{type(e).__name__}: {(str(e).strip() or '.').splitlines()[0]}"
         notices.warn(f"a script stays as it is: {reason}")
         return Fused(inlined.copy(), unfused=[Unfused("graph", reason, "")])
@@ -107,7 +108,7 @@ class FusedFunction(_Function):  # type: ignore[misc]
 
     @property
     def fusion(self) -> Fused:
-        """What was fused, for the autocast that is at work in this thread if there is one."""
+        """The fusion for this thread's autocast state."""
         return self.cast().fusion if _autocast() else self.fused
 
     @property
@@ -123,7 +124,7 @@ class FusedFunction(_Function):  # type: ignore[misc]
     inlined_graph = graph
 
     def get_debug_state(self) -> Any:
-        """What TorchScript made of the fused graph."""
+        """TorchScript's execution state of the fused graph."""
         return self.run.get_debug_state()
 
     @torch_abi.untraced
@@ -136,7 +137,7 @@ class FusedFunction(_Function):  # type: ignore[misc]
         if direct is not None and not kwargs and tuple(map(type, args)) in direct.kinds:
             try:
                 return direct.handle(*(args if direct.chosen is None else direct.chosen(args)))
-            except Exception:  # the script says what is wrong, in its own words
+            except Exception:  # the script reports the error itself
                 pass
         signature = self.signature
         if signature:  # a function made from a graph has none of its own
@@ -144,12 +145,12 @@ class FusedFunction(_Function):  # type: ignore[misc]
         return _call(self.run, *args, **kwargs)
 
     def cast(self) -> _Casting:
-        """The form for the autocast of this thread."""
+        """The fused form for this thread's autocast state."""
         now = autocast.state()
         return self.casting.get(now) or self.casting.setdefault(now, _casting(self.original, self.name))
 
     def under_autocast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results under the autocast of this thread."""
+        """The results under this thread's autocast."""
         made = self.cast()
         if made.function is None:
             return self.original(*args, **kwargs)
@@ -171,14 +172,14 @@ class FusedFunction(_Function):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class _Casting:
-    """A graph with the casts of autocast: what was fused, and the function that runs it; None: the script itself."""
+    """A graph with autocast's casts: its fusion, and the function that runs it, None for the script itself."""
 
     fusion: Fused
     function: Any
 
 
 def _casting(script: Any, name: str, evaluating: bool = False) -> _Casting:
-    """The form of a function's or method's graph for the autocast that is at work in this thread."""
+    """The form of a function's or method's graph for this thread's autocast state."""
     if autocast.state() is None:
         return _Casting(_left(script, "autocast of this device or version of torch is not fused"), None)
     graph = script.inlined_graph
@@ -199,13 +200,13 @@ def _left(script: Any, reason: str) -> Fused:
 
 @functools.cache
 def _native_class(native: Any) -> type:
-    """FusedFunction with the usual calls made by the native launcher: positional arguments, no autocast, no modes."""
+    """FusedFunction whose usual calls the native launcher makes: positional arguments, no autocast, no modes."""
     call = native.script_call(_call, FusedFunction.__call__)
     return type("FusedFunction", (FusedFunction,), {"__slots__": (), "__call__": call, "__module__": __name__})
 
 
 def _element(kind: Any) -> str:
-    """The kind of the elements of a list's type, or of an optional list's."""
+    """The kind of the elements of a list type, or of an optional list type."""
     found = kind.getElementType()
     return str((found.getElementType() if found.kind() == "ListType" else found).kind())
 
@@ -214,8 +215,7 @@ _NUMBERS = {"IntType": int, "FloatType": float}
 
 
 class _Signature:
-    """What a signature knows and a graph does not: defaults, lists for whose elements one number may be given, and
-    arguments that are taken by name only."""
+    """What a signature has and a graph lacks: defaults, lists given as one number, keyword-only arguments."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
         self.names = [a.name for a in arguments]
@@ -227,7 +227,7 @@ class _Signature:
         return bool(self.defaults or self.lists or self.named)
 
     def fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with the defaults of those left out, and with whole lists."""
+        """The arguments of a call, with defaults for missing ones, and numbers expanded to lists."""
         if len(args) > len(self.names) - len(self.named) and self.named:
             raise RuntimeError(f"{len(args)} positional arguments were given: expected {', '.join(self.named)} by name")
         if self.lists:
@@ -264,7 +264,7 @@ def _fused_function(script: Any) -> Any:
 
 
 def _same_function(script: Any) -> Any:
-    """A second object of a script's function: what a script that calls it has, and that lives as long as torch."""
+    """A second object of a script's function: the one that calling scripts have, which lives as long as torch."""
     found = torch.jit._state._python_cu.find_function(script.qualified_name)
     if found is not None and found.graph is script.graph:
         return found
@@ -275,7 +275,7 @@ def _same_function(script: Any) -> Any:
 class FusedModule(_Module):  # type: ignore[misc]
     """A module whose `forward` and other exported methods run in fused groups. Saved, it is the original.
 
-    Its C++ object is of the original's type, which stays as it is; so `forward` is a function of that object.
+    Its C++ object has the original's type, which is not changed; so `forward` is a function of that object.
     """
 
     @torch_abi.untraced
@@ -285,7 +285,7 @@ class FusedModule(_Module):  # type: ignore[misc]
 
     @property
     def fusion(self) -> Fused:
-        """What was fused in `forward`, as the module stands: in training or not."""
+        """The fusion of `forward` in the module's present state: training or not."""
         found: Fused = self.__dict__["_fusion"].fused(self._c)
         return found
 
@@ -303,7 +303,7 @@ class FusedModule(_Module):  # type: ignore[misc]
 
     @property
     def code_with_constants(self) -> tuple[str, Any]:
-        """The original's `forward` as text, and its constants by their names in there."""
+        """The original's `forward` as text, and its constants by their names in it."""
         text, constants = self._c._get_method("forward").code_with_constants
         return text, _jit._script.ConstMap(constants)
 
@@ -315,7 +315,7 @@ class FusedModule(_Module):  # type: ignore[misc]
 
 
 class _Fusion:
-    """The fused forms of a module's method: one outside of training, and one for any state; made when needed."""
+    """The fused forms of a module's method, made on demand: one for evaluation, and one for any state."""
 
     def __init__(self, cpp: Any, name: str = "forward") -> None:
         method = cpp._get_method(name)
@@ -340,7 +340,7 @@ class _Fusion:
         return self.function(cpp)(cpp, *args, **kwargs)
 
     def casting(self, cpp: Any) -> _Casting:
-        """What runs a call under the autocast of this thread, for the state that the module is in."""
+        """The form for this thread's autocast and the module's present state."""
         known = autocast.state(), self._is_evaluating(cpp)
         found = self.casts.get(known)
         if found is None:
@@ -351,13 +351,13 @@ class _Fusion:
         return self.trains is not None and not self.trains(cpp)
 
     def function(self, cpp: Any) -> Any:
-        """What runs a call, for the state that the module is in."""
+        """The function for the module's present state."""
         evaluating = self.trains is not None and not self.trains(cpp)
         found = self.made.get(evaluating) or self._make(evaluating)
         return found[1]
 
     def fused(self, cpp: Any) -> Fused:
-        """The fused graph for the state that the module is in, and under autocast for that."""
+        """The fusion for the module's present state, and for autocast if it is on."""
         if _autocast():
             return self.casting(cpp).fusion
         evaluating = self._is_evaluating(cpp)
@@ -372,7 +372,7 @@ class _Fusion:
 
 
 class FusedMethod:
-    """An exported method of a fused module, fused when it is first asked for; else as the method itself."""
+    """An exported method of a fused module. It is fused on first use, and otherwise behaves as the method itself."""
 
     def __init__(self, cpp: Any, name: str) -> None:
         self._cpp, self._name = cpp, name
@@ -394,7 +394,7 @@ class FusedMethod:
 
     @property
     def fusion(self) -> Fused:
-        """What was fused, as the module stands: in training or not."""
+        """The fusion in the module's present state: training or not."""
         return self._fused().fused(self._cpp)
 
     @property
@@ -406,7 +406,7 @@ class FusedMethod:
 
 
 def _asks_for_training(inlined: Any) -> Any:
-    """A function that says whether any module of those that a graph asks is in training; None if it asks none."""
+    """A function that tells whether a module whose state a graph reads is in training; None if it reads none."""
     graph = _C.Graph()
     whole = next(inlined.inputs())
     copies = {whole: graph.addInput("self")}
@@ -449,6 +449,6 @@ def _fused_module(script: Any) -> FusedModule:
     for name in set(made._c._method_names()) - {"forward"}:
         if not name.startswith("__"):
             made.__dict__[name] = FusedMethod(made._c, name)
-        elif isinstance(script.__dict__.get(name), _C.ScriptMethod):  # a name that Python knows, such as `__len__`
+        elif isinstance(script.__dict__.get(name), _C.ScriptMethod):  # a name of Python's, such as `__len__`
             made.__dict__[name] = made._c._get_method(name)
     return made  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Sizes, strides and offset of a view, from those of the tensor that it is a view of, as ATen computes them."""
+"""Sizes, strides and offset of a view from those of its root, as ATen computes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where a tensor's elements are; `offset` counts elements from the first one of the root that it is a view of."""
+    """Sizes and strides of a tensor, in elements; `offset` counts from the first element of its root."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -105,7 +105,7 @@ def _view(g: Geometry, wanted: Sequence[int]) -> Geometry | None:
 
 
 def _strides(g: Geometry, sizes: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides under which `sizes` are a view; None if a copy is needed. Walks chunks of dims that lie without gaps."""
+    """Strides with which `sizes` is a view; None if a copy is needed. It walks over chunks of contiguous dims."""
     if not g.sizes:
         return (1,) * len(sizes)
     strides = [0] * len(sizes)
@@ -151,12 +151,12 @@ _RULES: dict[Any, Callable[..., Geometry | None]] = {
 
 
 def is_known(target: Any) -> bool:
-    """Whether there is a rule for views by `target`."""
+    """Whether there is a rule for the view operator `target`."""
     return target in _RULES
 
 
 def of_view(target: Any, g: Geometry, args: Sequence[Any]) -> Geometry | None:
-    """The geometry of `target(tensor, *args)`, where `g` is the tensor's; None where there is no such view here."""
+    """The geometry of `target(tensor, *args)`, where `g` is the tensor's; None if there is no rule or no such view."""
     plain = (int, type(None))
     for a in args:
         if not all(type(v) in plain for v in (a if isinstance(a, (list, tuple)) else (a,))):

@@ -1,4 +1,5 @@
-"""`config.require_fused`: a graph with an operator on ATen, or with more kernels than allowed, is an error at once."""
+"""`config.require_fused`: an operator on ATen, or more kernels than allowed, raises an error when a graph is
+compiled."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from fuser.kernel_spec import LaunchProgram
 from fuser.passes.extract import GroupPlan
 
 settings: Any = config  # its attributes are made from a table
-ALLOWED = ("library", "bodies")  # codes of operators that may run on ATen all the same
-_MOST = 12  # operators that an error names
+ALLOWED = ("library", "bodies")  # codes of operators that may still run on ATen
+_MOST = 12  # most operators that an error names
 
 
 def check(record: CompiledGraph, groups: Sequence[GroupPlan] = ()) -> None:
-    """NotFusedError if `config.require_fused` is set and the graph of `record` breaks it.
+    """NotFusedError if `config.require_fused` is set and the graph of `record` violates it.
 
-    Waits for the kernels of the graph's groups, for the arguments seen while tracing.
+    It waits for the kernels of the graph's groups, for the arguments seen while tracing.
     """
     if not settings.require_fused:
         return
@@ -42,7 +43,7 @@ def check(record: CompiledGraph, groups: Sequence[GroupPlan] = ()) -> None:
 
 
 def complain(said: Sequence[str], kernels: int, most: int) -> None:
-    """NotFusedError if there is something to say, or if there are more kernels than allowed."""
+    """NotFusedError if `said` is not empty, or if there are more kernels than allowed."""
     if said:
         more = f"\n  and {len(said) - _MOST} more" if len(said) > _MOST else ""
         listed = "\n  ".join(said[:_MOST])
@@ -52,7 +53,8 @@ def complain(said: Sequence[str], kernels: int, most: int) -> None:
 
 
 def _prepared(key: int, plan: GroupPlan) -> tuple[str | None, int]:
-    """Why a group has no kernel for the arguments seen while tracing, or None; and how many loop nests it launches."""
+    """(reason, loop nests): why a group has no kernel for the arguments seen while tracing, or None; how many it
+    launches."""
     try:
         reason = interface.prepare(key, [n.meta.get("val") for n in plan.inputs]).result()
     except FuserError as error:
@@ -62,7 +64,7 @@ def _prepared(key: int, plan: GroupPlan) -> tuple[str | None, int]:
 
 
 def in_dynamo(error: FuserError) -> FuserError:
-    """The same error in a form that Dynamo hands to the user as it is, not inside one of its own."""
+    """The same error in a form that Dynamo passes on to the user, not wrapped in one of its own."""
     from torch._dynamo.exc import ShortenTraceback
 
     kind = type(error)

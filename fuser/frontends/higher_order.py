@@ -1,8 +1,8 @@
-"""Gradients of gradients: eager computes them, on the graph as dynamo gave it.
+"""Gradients of gradients: computed in eager, on the graph that Dynamo captured.
 
-AOTAutograd's backward cannot be differentiated. A backward that is asked for a graph of itself (`create_graph=True`),
-or for many gradients at once (`is_grads_batched=True`), therefore runs the forward again by eager, on the inputs of
-that call, and has autograd differentiate that. `replay.Replay` says what is noted for it at a call.
+AOTAutograd's backward cannot be differentiated. So a backward that is called with `create_graph=True`, or for many
+gradients at once (`is_grads_batched=True`), runs the forward again in eager on the inputs of that call, and autograd
+differentiates that. `replay.Replay` stores what a call has to note for it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from fuser.frontends.replay import Replay
 _log = logging.getLogger(__name__)
 _said = False
 Function = Callable[..., Any]
-# AOTAutograd's kinds of results: those that its function does not compute, and those of which it returns the base.
+# AOTAutograd's kinds of results: those that its function does not compute, and those whose base it returns.
 _OF_INPUTS = ("alias_of_input", "is_input")
 _OF_BASES = ("alias_of_intermediate", "alias_of_intermediate_save_as_output")
-_MOST_VIEWS = 64  # nodes of views between a result and its base
+_MOST_VIEWS = 64  # most view nodes between a result and its base
 
 
 def differentiable_twice(
     function: Function, replay: Replay, outputs: Sequence[Any] = (), changed: Sequence[int] = ()
 ) -> Function:
-    """A compiled function whose backward can itself be differentiated: its graph is that of `replay`.
+    """A compiled function whose backward can be differentiated, by the graph of `replay`.
 
-    `outputs`: what AOTAutograd says of each result, which may be a view; nothing where none is. `changed`: the inputs
-    whose new content is the first results of AOTAutograd's function.
+    `outputs`: AOTAutograd's record of each result, which may be a view; empty if none is. `changed`: the inputs whose
+    new content is the first results of AOTAutograd's function.
     """
     note = replay.note
     own = [i for i, info in enumerate(outputs) if _type_of(info) not in _OF_INPUTS]
-    bases: dict[int, int] = {}  # a view of each base that AOTAutograd returns behind the results
+    bases: dict[int, int] = {}  # a view of each base that AOTAutograd returns after the results
     for i, info in enumerate(outputs):
         if _type_of(info) in _OF_BASES:
             bases.setdefault(info.base_idx, i)
@@ -62,7 +62,8 @@ def _type_of(info: Any) -> str:
 
 
 def _compiled_node(node: Any) -> Any:
-    """The node of AOTAutograd's function that computed a result, or the base of which the result is a view."""
+    """The autograd node of AOTAutograd's function that computed a result, or the base of a view; None if there is
+    none."""
     for _ in range(_MOST_VIEWS):
         if node is None or hasattr(getattr(type(node), "_forward_cls", None), "compiled_fw"):
             return node
@@ -71,7 +72,7 @@ def _compiled_node(node: Any) -> Any:
 
 
 def _extend(made_by: Any, replay: Replay, views: Sequence[int], changed: Sequence[int]) -> None:
-    """Have the class of AOTAutograd's function answer for backwards that are to be differentiated."""
+    """Let the class of AOTAutograd's function handle backwards that are to be differentiated."""
     from torch._dynamo import disable
 
     compiled = made_by.backward
@@ -89,9 +90,9 @@ def _extend(made_by: Any, replay: Replay, views: Sequence[int], changed: Sequenc
 
 
 def has_own_gradients(gm: fx.GraphModule) -> bool:
-    """Whether a graph calls functions with gradients of their own, as Dynamo captures `torch.autograd.Function`.
+    """Whether a graph calls functions with their own gradients, as Dynamo captures `torch.autograd.Function`.
 
-    Their backward runs without gradients and on values that have no history: autograd would take all for constants.
+    Their backward runs without gradients on values without history, so autograd would take these for constants.
     """
     return any(
         str(node.target) == "autograd_function_apply"
@@ -101,9 +102,9 @@ def has_own_gradients(gm: fx.GraphModule) -> bool:
 
 
 def is_batched(grad: Any) -> bool:
-    """Whether a gradient is one of many at once, of `torch.autograd.grad(..., is_grads_batched=True)`.
+    """Whether a gradient is one of a batch, of `torch.autograd.grad(..., is_grads_batched=True)`.
 
-    Some operators of a compiled backward, such as copies to channels-last, have no rule for these; eager's have.
+    Some operators of a compiled backward, such as copies to channels-last, have no batching rule; eager's have.
     """
     return isinstance(grad, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(grad)
 
@@ -111,9 +112,9 @@ def is_batched(grad: Any) -> bool:
 def by_eager(
     replay: Replay, ctx: Any, noted: Any, grads: Sequence[Any], views: Sequence[int] = (), changed: Sequence[int] = ()
 ) -> tuple[Any, ...]:
-    """Gradients of the inputs, with a graph of their own where gradients are enabled.
+    """Gradients of the inputs, with a graph of their own if gradients are enabled.
 
-    `grads`: of the new content of the inputs `changed`, of the results, and then of the bases of the results `views`.
+    `grads`: those of the new content of the inputs `changed`, of the results, and of the bases of the results `views`.
     """
     global _said
     again = torch.is_grad_enabled()
@@ -121,7 +122,7 @@ def by_eager(
         _said = True
         _log.warning("a gradient is to be differentiated: its graph runs again, by eager")
     inputs = replay.inputs(noted, ctx.needs_input_grad)
-    with torch.enable_grad():  # one input may be computed from another, whose gradient here is that by its own uses
+    with torch.enable_grad():  # one input may be computed from another, whose gradient here counts only its own uses
         pairs = zip(inputs, ctx.needs_input_grad, strict=True)
         inputs = [value.view_as(value) if required else value for value, required in pairs]
     with replay.drawing(noted):

@@ -1,7 +1,7 @@
-"""Matmuls with what follows them as one kernel, under `max_autotune`: which they are, and the race that each must win.
+"""Matmuls with their epilogues in one kernel, under `max_autotune`: which are joined, and the race that each must win.
 
-A matmul is joined with the fusion group that alone reads it. At the first call for each class of shapes, kernels that
-do both at once race ATen's matmul with the group's own kernel behind it; the winner is remembered on disk.
+A matmul is joined with the fusion group that is its only reader. At the first call of each class of shapes, joint
+kernels race ATen's matmul with the group's own kernel after it; the winner is kept on disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fuser.scheduler.schedule import schedule
 
 aten = torch.ops.aten
 _MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
-_MOST_VARIANTS = 8  # kernels of one choice, for sizes that divide otherwise
+_MOST_VARIANTS = 8  # kernels of one choice, for sizes with other divisors
 _LEAST_WORK = 1 << 20  # multiplications
 _log = logging.getLogger(__name__)
 Function = Callable[..., Any]
@@ -36,9 +36,9 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Pair:
-    """A matmul and the group behind it. The inputs of `plan` are the matmul's, then the group's others.
+    """A matmul and the group after it. The inputs of `plan` are the matmul's, then the group's others.
 
-    `place` is where among its own inputs the group takes the matmul's result.
+    `place` is the index of the matmul's result among the group's inputs.
     """
 
     target: Any
@@ -49,7 +49,8 @@ class Pair:
 
 # -- which ---------------------------------------------------------------------------------------------------------
 def join(plan: Plan, writing: frozenset[int]) -> tuple[Plan, dict[int, Pair]]:
-    """The plan in which groups took in a matmul, and by group what was joined. Groups in `writing` write inputs."""
+    """The plan in which groups include a matmul, and what each group was joined with. Groups in `writing` write
+    inputs."""
     pairs: dict[int, Pair] = {}
     readers: dict[fx.Node, list[Any]] = {}
     for i, g in enumerate(plan.groups):
@@ -92,7 +93,7 @@ def _pair(node: fx.Node, group: GroupPlan) -> Pair:
 
 
 def outer_product(graph: fx.Graph, a: fx.Node, b: fx.Node, batched: bool) -> fx.Node:
-    """What stands for `a @ b` until `fuser.cuda.matmul` writes the kernel: the same sizes, and both addresses."""
+    """The stand-in for `a @ b` until `fuser.cuda.matmul` writes the kernel: the same sizes, and both addresses."""
     d = int(batched)
     column = graph.call_function(aten.unsqueeze.default, (graph.call_function(aten.select.int, (a, d + 1, 0)), d + 1))
     row = graph.call_function(aten.unsqueeze.default, (graph.call_function(aten.select.int, (b, d, 0)), d))
@@ -100,7 +101,7 @@ def outer_product(graph: fx.Graph, a: fx.Node, b: fx.Node, batched: bool) -> fx.
 
 
 def combined(target: Any, group: fx.Graph, place: int) -> fx.Graph:
-    """The graph of a matmul (a, b, for addmm the bias, then the group's other inputs) and what follows."""
+    """The graph of a matmul and its epilogue; inputs are a, b, for addmm the bias, then the group's others."""
     graph = fx.Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
     bias = graph.placeholder("bias") if target is aten.addmm.default else None
@@ -121,7 +122,7 @@ def combined(target: Any, group: fx.Graph, place: int) -> fx.Graph:
 
 # -- the race ------------------------------------------------------------------------------------------------------
 class Raced:
-    """A matmul with what follows, by whatever was fastest for the class of its arguments: see `choices`."""
+    """A matmul with its epilogue, run by the fastest kernel for the class of its arguments: see `choices`."""
 
     def __init__(self, pair: Pair, group: Function) -> None:
         self.pair, self.group = pair, group
@@ -134,7 +135,7 @@ class Raced:
         self._lock = forks.lock()
 
     def plain(self, *args: Any) -> Any:
-        """By ATen's matmul, and the group's kernel."""
+        """Run ATen's matmul and the group's kernel."""
         n = self.pair.n_operands
         operands = (args[2], args[0], args[1]) if n == 3 else args[:2]
         found = self.pair.target(*operands)
@@ -167,7 +168,7 @@ class Raced:
         if a.shape[-2] * a.shape[-1] * b.shape[-1] * (a.shape[0] if a.dim() == 3 else 1) < _LEAST_WORK:
             raise Unsupported(because("alone", "the matmul is small"))
         first = matmul.candidates(a.shape[-2], a.dtype)
-        self._source(first[0], args)  # Unsupported before anything is timed
+        self._source(first[0], args)  # raises Unsupported before anything is timed
         name = choices.name_of(self.graph.hash, key, self.precision)
         known = choices.find(name)
         tiles = {str(t): t for t in first}
@@ -196,7 +197,7 @@ class Raced:
         return dataclasses.replace(choices.race(runs, "aten", failed), what=self._what(args))
 
     def _what(self, args: Sequence[Any]) -> str:
-        """The operators and sizes, for reading."""
+        """The operators and sizes as text."""
         a, b = args[:2]
         ops = [op.removeprefix("aten.") for op in self.pair.plan.ops]
         return f"{' '.join(ops[:6])} of {'×'.join(map(str, (*a.shape, b.shape[-1])))} {str(a.dtype)[6:]}"
@@ -207,7 +208,7 @@ class Raced:
         return matmul.generate(lowered, plan, self.graph.single, tile, self.precision, self.graph.text)
 
     def _handle(self, tile: matmul.MatmulTile, args: Sequence[Any]) -> Function:
-        """A launcher's handle with the kernel for `args`; arguments that this does not take get another, or ATen."""
+        """A launcher's handle with the kernel for `args`; other arguments get another kernel, or ATen."""
         made: list[str] = []
 
         def slow(args: tuple[Any, ...], status: int) -> Any:
@@ -225,7 +226,7 @@ class Raced:
 
         def add(args: Sequence[Any]) -> None:
             source = self._source(tile, args)
-            if source.name in made:  # it does not take the arguments that it was made for
+            if source.name in made:  # it does not accept the arguments that it was made for
                 raise CompileError(f"kernel {source.name} does not take its arguments")
             made.append(source.name)
             kernel = fused_kernel.compile_source(source)
@@ -242,7 +243,8 @@ def _is_plain(args: Sequence[Any]) -> bool:
 
 
 def _class_of(args: Sequence[Any]) -> Any:
-    """What choices depend on: dtypes, sizes, which dims are contiguous; the number of rows by its class."""
+    """The class of arguments that share a choice: dtypes, sizes, which dims are contiguous, the class of the row
+    count."""
     a, b = args[:2]
     rows = matmul.rows_class(a.shape[-2])
     others = tuple(

@@ -1,4 +1,4 @@
-"""What is remembered of a graph's operators: those of each group, and those that no group has, with their lines."""
+"""Records of a graph's operators: those of each group, and those outside groups, with their source lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def group_records(plan: Plan, keys: Sequence[int], grouping: Grouping) -> tuple[
 
 
 def _numbers(plan: Plan, grouping: Grouping) -> dict[int, int]:
-    """The place in the plan of each group of the grouping."""
+    """The index in the plan of each group of the grouping."""
     return {grouping.group_of[g.outputs[0]]: i for i, g in enumerate(plan.groups) if g.outputs[0] in grouping.group_of}
 
 
@@ -46,7 +46,7 @@ def _bytes(group: GroupPlan) -> int:
 
 
 def unfused_ops(plan: Plan, grouping: Grouping) -> tuple[UnfusedOp, ...]:
-    """A record for each operator of a plan that no group has, in the graph's order."""
+    """A record for each operator outside groups, in the graph's order."""
     why = grouping.reasons
     made_by = {o: i for i, g in enumerate(plan.groups) for o in g.outputs}
     readers: dict[fx.Node, dict[int, None]] = {}
@@ -59,7 +59,7 @@ def unfused_ops(plan: Plan, grouping: Grouping) -> tuple[UnfusedOp, ...]:
 
 
 def flows(plan: Plan, grouping: Grouping) -> tuple[tuple[str, str, int], ...]:
-    """What passes between the groups of a plan and the operators outside: from, to, bytes; see `CompiledGraph`."""
+    """The values between the groups of a plan and the operators outside: from, to, bytes; see `CompiledGraph`."""
     maker = {o: group_name(i) for i, g in enumerate(plan.groups) for o in g.outputs}
     maker.update({n: n.name for n in plan.outside if n.name in grouping.reasons})
     readers: list[tuple[str, Sequence[fx.Node]]] = [(group_name(i), g.inputs) for i, g in enumerate(plan.groups)]
@@ -73,12 +73,12 @@ def flows(plan: Plan, grouping: Grouping) -> tuple[tuple[str, str, int], ...]:
 
 
 def group_name(number: int) -> str:
-    """What `flows` call a group."""
+    """The name of a group in `flows`."""
     return f"group {number}"
 
 
 def _bytes_of(node: fx.Node, given: Sequence[fx.Node]) -> int:
-    """Bytes of a value; of a tuple those of the parts that are read."""
+    """The bytes of a value; for a tuple, those of the items that are read."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         return sum(bytes_hint(n.meta.get("val")) for n in given if n in node.users) or bytes_hint(value)
@@ -101,7 +101,7 @@ def _record(
 
 
 def _behind(node: fx.Node, grouping: Grouping) -> Iterator[fx.Node]:
-    """What a value is, or is a view or part of."""
+    """The nodes of which a value is a view or an item, or the node itself."""
     free = grouping.kinds.get(node) is Kind.FREE or (grouping.kinds.get(node) is Kind.ITEM and node.all_input_nodes)
     if not free or node in grouping.group_of or not node.all_input_nodes:
         yield node
@@ -110,7 +110,7 @@ def _behind(node: fx.Node, grouping: Grouping) -> Iterator[fx.Node]:
 
 
 def _through(node: fx.Node, grouping: Grouping) -> Iterator[fx.Node]:
-    """A node, and its views and parts."""
+    """A node, and its views and items."""
     yield node
     for user in node.users:
         if grouping.kinds.get(user) in (Kind.FREE, Kind.ITEM) and user not in grouping.group_of:
@@ -118,7 +118,7 @@ def _through(node: fx.Node, grouping: Grouping) -> Iterator[fx.Node]:
 
 
 def log_graph(record: CompiledGraph) -> None:
-    """One line for those who follow the logs, and on request one for each operator on ATen."""
+    """Log one line about a graph, and on request one for each operator on ATen."""
     LOG.info("%s", _Line(record))
     logs.say("fuser_why", lambda: "\n".join(_why(record)))
     logs.trace(f"fuser_{record.stage}_groups", lambda: "\n".join([str(_Line(record)), *_groups(record), *_why(record)]))
@@ -126,7 +126,7 @@ def log_graph(record: CompiledGraph) -> None:
 
 
 class _Line:
-    """A record in one line, written when somebody reads it."""
+    """A record as one line, formatted when it is read."""
 
     def __init__(self, record: CompiledGraph) -> None:
         self.record = record

@@ -1,11 +1,11 @@
-"""Inputs of a graph that writes some of them: where these overlap others in memory, the graph runs by eager.
+"""Overlaps of inputs in graphs that write some of them: on an overlap the graph runs in eager.
 
-AOTAutograd makes a graph functional for the memory of its example inputs and looks at no later call's; and what it
-makes of examples that overlap is often wrong. So it is looked at here, in every call of a graph that writes inputs:
-first ranges of bytes, which is quick, and for ranges that overlap whether any element is in both.
+AOTAutograd makes a graph functional for the memory of its example inputs and does not check later calls, and its graph
+for examples that overlap is often wrong. So every call of a graph that writes inputs is checked here: first the ranges
+of bytes, which is quick, and for ranges that overlap, whether they share an element.
 
-Writes through `expand` and `unfold` are found before the graph is made functional: in the functional form a repeated
-element gets the sum of what is written to it, and one between windows gets 0.
+Writes through `expand` and `unfold` are detected before the graph is made functional: in the functional form a
+repeated element gets the sum of the values written to it, and one between windows gets 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _said = False
 
 
 class Watched:
-    """`compiled` where no written input overlaps another one, else `eager`, which is counted in `calls`.
+    """Calls `compiled` if no written input overlaps another, else `eager`, which is counted in `calls`.
 
     `written`: the numbers of the inputs that the graph may write to. `examples` are its inputs, which may be fake.
     """
@@ -48,14 +48,14 @@ class Watched:
         self.written = frozenset(at for at, i in enumerate(self.tensors) if i in written)
         self.sizes = _fixed_lengths([examples[i] for i in self.tensors])
         self.all = len(self.tensors) == len(examples)
-        self.known: list[int] = []  # addresses of the last call that was found right; its sizes are all calls'
+        self.known: list[int] = []  # addresses of the last valid call; sizes are the same in all calls
 
     def call(self, *args: Any) -> Any:
         """The graph on `args`."""
         tensors = args if self.all else [args[i] for i in self.tensors]
         try:
             addresses = [t.data_ptr() for t in tensors]
-        except (RuntimeError, AttributeError):  # no memory of its own: somebody is tracing
+        except (RuntimeError, AttributeError):  # no memory of its own: this is a trace
             return self.compiled(*args)
         if addresses == self.known or self._fits(tensors, addresses):
             return self.compiled(*args)
@@ -75,14 +75,14 @@ class Watched:
 
 
 def writes_through(graph: fx.Graph) -> bool:
-    """Whether a node of dynamo's graph may write to repeated elements, or through a view by windows."""
+    """Whether a node of Dynamo's graph may write to repeated elements or overlapping windows."""
     if not any(str(getattr(n.target, "__name__", n.target)) in _REPEATING for n in graph.nodes):
         return False
     return any(writes(node) and any(map(_is_through, node.all_input_nodes[:1])) for node in graph.nodes)
 
 
 def _is_through(node: fx.Node | None) -> bool:
-    """Whether a tensor, or one that it is a view of, has elements in several places or is seen by windows."""
+    """Whether a tensor, or a base of it, has elements at several indices or overlapping windows."""
     memory = None
     while node is not None:
         value = value_of(node)
@@ -91,7 +91,7 @@ def _is_through(node: fx.Node | None) -> bool:
         if value is not None:
             own = value.untyped_storage()._cdata
             if memory not in (None, own):
-                return False  # a tensor of its own was computed from this one
+                return False  # this tensor was computed from that one, into memory of its own
             memory = own
             if any(isinstance(s, int) and s == 0 for s in value.stride()):
                 return True
@@ -102,9 +102,9 @@ def _is_through(node: fx.Node | None) -> bool:
 
 
 def overlap_of_examples(examples: Sequence[Any], written: frozenset[int] | None) -> bool:
-    """Whether a written input overlaps another one. Fake tensors have no addresses, but storages in common.
+    """Whether a written input overlaps another one. Fake tensors have no addresses, but share storages.
 
-    None: AOTAutograd does not say what is written, as it merges inputs, those too that only lie interleaved.
+    None: AOTAutograd does not say which inputs are written, as it merges inputs, even those that only interleave.
     """
     storages: dict[int, int] = {}
     spans = []
@@ -118,8 +118,8 @@ def overlap_of_examples(examples: Sequence[Any], written: frozenset[int] | None)
 
 
 def overlap(tensors: Sequence[Any], spans: Sequence[Span], written: frozenset[int], exact: bool = True) -> bool:
-    """Whether two tensors have elements in common, or (not `exact`) lie between each other; one of them `written`."""
-    near: list[Span] = []  # earlier ones that reach into the next
+    """Whether two tensors, one of them `written`, share elements or (if not `exact`) their ranges overlap."""
+    near: list[Span] = []  # earlier ranges that extend into the next
     for span in sorted(spans):
         start, _, i = span
         near = [s for s in near if s[1] > start]
@@ -133,22 +133,23 @@ def overlap(tensors: Sequence[Any], spans: Sequence[Span], written: frozenset[in
 
 
 def _is_strided(value: Any) -> bool:
-    """Whether a value has memory of its own: no sparse tensor, and none inside a transform of `torch.func`."""
+    """Whether a value has memory of its own: it is not sparse, and not inside a transform of `torch.func`."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _are_apart(addresses: list[int], lengths: list[int]) -> bool:
-    """Whether before each range begins, as many have ended as have begun: hundreds of tensors in 0.1 ms."""
+    """Whether no ranges overlap: before each one starts, all earlier ones have ended. Hundreds of tensors take 0.1
+    ms."""
     starts = sorted(addresses)
     return all(map(operator.le, sorted(map(operator.add, addresses, lengths)), starts[1:]))
 
 
 def _interleaved(a: torch.Tensor, b: torch.Tensor, distance: int) -> bool:
-    """Whether two tensors, `b` beginning `distance` bytes after `a`, certainly have no byte in common.
+    """Whether two tensors, `b` starting `distance` bytes after `a`, provably have no byte in common.
 
-    So it is with columns of one matrix: modulo its row length, or another step of both, they lie at other places.
+    Columns of one matrix are such: modulo the row length, or another common stride, their ranges are disjoint.
     """
     steps = [{s * t.element_size() for n, s in zip(t.shape, t.stride()) if n > 1} for t in (a, b)]
     common = math.gcd(*steps[0], *steps[1])
@@ -162,12 +163,12 @@ def _interleaved(a: torch.Tensor, b: torch.Tensor, distance: int) -> bool:
 
 
 def _apart_modulo(step: int, distance: int, a: int, b: int) -> bool:
-    """Whether `a` bytes from 0 on and `b` bytes from `distance` on are apart on a circle of `step` bytes."""
+    """Whether `a` bytes from 0 and `b` bytes from `distance` are disjoint modulo `step` bytes."""
     return a <= distance % step and distance % step + b <= step
 
 
 def _length_below(t: torch.Tensor, step: int) -> int:
-    """The bytes from the first to the last element along the dims with a smaller stride than `step` bytes."""
+    """The bytes from the first to the last element along the dims whose stride is smaller than `step` bytes."""
     size = t.element_size()
     return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()) if s * size < step)) * size
 
@@ -182,7 +183,7 @@ def length_of(t: torch.Tensor) -> int:
 
 
 def _fixed_lengths(examples: Sequence[torch.Tensor]) -> list[int]:
-    """The lengths in bytes, where every size and stride is a number, which later calls have too; else nothing."""
+    """The lengths in bytes if all sizes and strides are numbers, so later calls have the same; else empty."""
     symbolic = any(type(n) is not int for t in examples for n in (*t.shape, *t.stride()))
     return [] if symbolic else [length_of(t) for t in examples]
 

@@ -1,9 +1,10 @@
-"""Functional ATen graphs of inference, made without AOTAutograd where that has nothing to do but trace.
+"""Functional ATen graphs for inference, traced without AOTAutograd where it would do nothing but trace.
 
-AOTAutograd runs a graph once to find writes and aliases and once more to trace it, and makes writes functional. A graph
-of plain tensors that neither writes inputs, nor draws random numbers, nor returns a view of an input needs one run:
-each ATen call is noted as it is dispatched. A write into a result that no other tensor shares becomes the operator that
-returns what is written. `tracing` gives such a graph, node for node the one of AOTAutograd. The tests compare the two.
+AOTAutograd runs a graph once to find writes and aliases, traces it in a second run, and makes writes functional. A
+graph of plain tensors that neither writes inputs, nor draws random numbers, nor returns a view of an input needs one
+run: each ATen call is recorded as it is dispatched. A write into a result that shares memory with no other tensor
+becomes the operator that returns what is written. `tracing` gives this graph; it equals AOTAutograd's, node for node.
+The tests compare the two.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ _device, _detach = torch.ops.prim.device.default, torch.ops.aten.detach.default
 _index = torch.ops.aten.index.Tensor
 _NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-# What a node of Dynamo's graph says of those that it becomes, as torch's own tracers keep it.
+# Metadata that the nodes made from a node of Dynamo's graph inherit, as in torch's own tracers.
 _KEPT = frozenset((*sources.NOTES, "custom", *getattr(fx.proxy, "_COPY_META_FIELDS", ())))
-# Tags of operators of whose results fake tensors cannot tell the sizes or values.
+# Tags of operators whose results' sizes or values fake tensors cannot tell.
 _REFUSED_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view))
 
 
 class _Refused(Exception):
-    """AOTAutograd has to trace this graph."""
+    """This graph has to be traced by AOTAutograd."""
 
 
 @contextlib.contextmanager
 def tracing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[fx.GraphModule | None]:
     """A block with the functional graph of Dynamo's graph `gm`, for calls without gradients.
 
-    Its results are new tensors that share no memory with inputs or each other. None where AOTAutograd has to make the
+    Its results are new tensors that share no memory with inputs or each other. None if AOTAutograd has to trace the
     graph. Modes, autocast and grad mode have to be those of AOTAutograd's call; the block runs under its modes.
     """
     with contextlib.ExitStack() as modes:
@@ -82,7 +83,8 @@ def _enter(mode: Any, modes: contextlib.ExitStack) -> None:
 
 
 def _tell(error: BaseException | None) -> None:
-    """Say that this file failed, once. TraceError where `config.strict` is set; AOTAutograd makes the graph else."""
+    """Report once that this module failed. TraceError if `config.strict` is set; otherwise AOTAutograd traces the
+    graph."""
     if error is None or not is_defect(error):
         return
     sentence = f"a trace of a graph raised {type(error).__name__}: {error}"
@@ -93,7 +95,7 @@ def _tell(error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def _mode_of_context(mode: Any) -> Iterator[None]:
-    """`mode`, by which Dynamo traced, as the one of the block; Dynamo has put one for AOTAutograd in its place."""
+    """A block with `mode`, with which Dynamo traced, as the context's: Dynamo has replaced it for AOTAutograd."""
     context: Any = torch._guards.TracingContext.get()
     before, context.fake_mode = context.fake_mode, mode
     try:
@@ -103,7 +105,7 @@ def _mode_of_context(mode: Any) -> Iterator[None]:
 
 
 def _mode_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-    """The mode of the graph's fake tensors; None where its inputs, or the state of the process, are not plain."""
+    """The mode of the graph's fake tensors; None if its inputs, or the state of the process, are not plain."""
     from torch._functorch import aot_autograd
     from torch._functorch import config as functorch_config
 
@@ -135,7 +137,7 @@ def _mode_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Whether a tensor holds real numbers, one after the other in memory by strides."""
+    """Whether a tensor is strided and holds real numbers."""
     return x.layout is torch.strided and not (x.is_quantized or x.is_complex() or x.is_neg() or x._is_zerotensor())
 
 
@@ -144,7 +146,7 @@ def _has_numbers(x: torch.Tensor) -> bool:
 
 
 def _is_plain_call(node: fx.Node) -> bool:
-    """Whether a node calls what gives tensors alone: others change a state of the process, or ask for sizes."""
+    """Whether a node calls a function that returns only tensors: others change process state, or read sizes."""
     if node.op == "output":
         return True
     plain = node.op in ("call_function", "call_method") and not isinstance(node.target, torch._ops.HigherOrderOperator)
@@ -185,7 +187,7 @@ def _holds_tensors(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _programs_own() -> Iterator[None]:
-    """A block that runs the program's functions, or torch's: AOTAutograd says what is wrong with them."""
+    """A block that runs the program's functions, or torch's: AOTAutograd reports their errors."""
     try:
         yield
     except Exception as error:
@@ -193,22 +195,22 @@ def _programs_own() -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes each ATen call as a node of a graph."""
+    """Records each ATen call as a node of a graph."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.notes: dict[str, Any] = {}
         self._nodes: dict[int, fx.Node] = {}
-        self._alive: list[Any] = []  # or an id may be used again
+        self._alive: list[Any] = []  # else an id may be reused
         self._inputs: set[int] = set()  # the storages of the inputs
-        self._shared: Counter[int] = Counter()  # the results that each storage holds
+        self._shared: Counter[int] = Counter()  # the number of results in each storage
         self._written: set[int] = set()  # storages
-        self.defect: Exception | None = None  # what this class raised, for torch hands it on as an operator's
-        self._created: Any = None  # the newest result, if the running node of Dynamo created it
+        self.defect: Exception | None = None  # this class's error, which torch would pass on as an operator's
+        self._created: Any = None  # the newest result, if Dynamo's current node created it
 
     def take(self, fake: torch.Tensor) -> torch.Tensor:
-        """The next input of the graph."""
+        """Add the next input of the graph."""
         node = self.graph.create_node("placeholder", f"arg{len(self._alive)}_1")
         node.meta["val"] = fake.detach() if fake.requires_grad else fake
         self._nodes[id(fake)] = node
@@ -217,7 +219,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return fake
 
     def begin(self, notes: dict[str, Any]) -> None:
-        """The next calls are those of one node of Dynamo, with these notes."""
+        """Start a node of Dynamo: the next calls get these notes."""
         self.notes, self._created = notes, None
 
     def __torch_dispatch__(
@@ -261,7 +263,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _write(self, computing: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Let the node of what a write computes stand for the tensor that it writes, which shares memory with none."""
+        """Let the node of a written value stand for the tensor that it writes, which shares no memory with others."""
         target = args[0]
         where = _storage(target)
         if id(target) not in self._nodes or where in self._inputs or self._shared[where] != 1:
@@ -277,11 +279,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node.meta.update(self.notes, val=value)
 
     def _number(self, value: Any) -> None:
-        """Let the newest node stand for a call's result, a fake tensor that no call gave before."""
+        """Let the newest node stand for a call's result, a new fake tensor."""
         if type(value) is not FakeTensor or value.requires_grad or id(value) in self._nodes or not _has_numbers(value):
             raise _Refused
         where = _storage(value)
-        if where in self._written:  # the storage of a value in the graph would be that of before the write
+        if where in self._written:  # the graph's value would share a storage with the value before the write
             raise _Refused
         self._shared[where] += 1
         self._nodes[id(value)] = next(iter(reversed(self.graph.nodes)))
@@ -300,7 +302,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def finish(self, results: Any) -> fx.GraphModule:
-        """The graph with these results, if they share no memory."""
+        """The graph with these results; it raises if they share memory."""
         storages = [_storage(r) for r in results]
         if len(set(storages)) < len(storages) or not self._inputs.isdisjoint(storages):
             raise _Refused
@@ -310,7 +312,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _without_defaults(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments by position without the last ones that are defaults, as the dispatcher hands them over."""
+    """Positional arguments without trailing defaults, as the dispatcher passes them."""
     n = len(args)
     for declared in reversed(func._schema.arguments[:n]):
         value, default = args[n - 1], declared.default_value
@@ -322,7 +324,7 @@ def _without_defaults(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
 
 @functools.cache
 def _creates(func: Any) -> bool:
-    """Whether an operator makes a tensor of a shape, as `zeros` and `zeros_like`."""
+    """Whether an operator creates a tensor from a shape, as `zeros` and `zeros_like` do."""
     return any(a.name == "pin_memory" for a in func._schema.arguments)
 
 
@@ -336,7 +338,8 @@ def _look(x: torch.Tensor) -> tuple[Any, ...]:
 
 @functools.cache
 def _computing(func: Any) -> Any:
-    """The operator that returns what `func` writes into its first argument; None if there is none, or it draws."""
+    """The operator that returns what `func` writes into its first argument; None if there is none or it draws random
+    numbers."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return None
@@ -355,7 +358,7 @@ def _takes(schema: Any) -> list[tuple[str, str, Any]]:
 
 
 def _decomposition(func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
-    """The decomposition of an operator that only computes, if it has one. Raises for other operators."""
+    """The decomposition of an operator without side effects, if it has one. Raises for other operators."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
         raise _Refused
     if func._schema.is_mutable or not (_REFUSED_TAGS.isdisjoint(func.tags) or func is _index and _are_indices(args[1])):
@@ -367,7 +370,7 @@ def _decomposition(func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
 
 
 def _are_indices(indices: Sequence[Any]) -> bool:
-    """Whether tensors in an index are places, and no masks, of which the number of selected elements is unknown."""
+    """Whether the tensors of an index are indices, not masks, whose number of selected elements is unknown."""
     return all(i is None or i.dtype in (torch.int64, torch.int32) for i in indices)
 
 

@@ -1,7 +1,7 @@
-"""The outer program: one generated Python function, straight-line code over locals.
+"""The outer program: one generated Python function, straight-line code over local variables.
 
-Each statement calls a fusion handle or an ATen operator bound beforehand; a value is deleted after its last use, so
-that its memory serves the next statement.
+Each statement calls a fusion handle or an ATen operator bound in advance; a value is deleted after its last use, so
+that the next statement can use its memory.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _SERIAL = [0]
 
 
 def _unsafe_view(x: torch.Tensor, shape: Sequence[int]) -> Any:
-    """`x` in another shape as a tensor that autograd takes for no view, copied where its strides require that."""
+    """`x` in another shape, as a tensor that autograd does not treat as a view; a copy if its strides require that."""
     try:
         return torch.ops.aten._unsafe_view(x, shape)
     except RuntimeError:
         return torch.ops.aten._unsafe_view(x.contiguous(), shape)
 
 
-# Views of a traced graph that strides other than the traced ones may not allow: eager's `reshape` copies then.
+# Views in a traced graph that other strides than the traced ones may not allow: eager's `reshape` then copies.
 _COPIES_IF_NEEDED: dict[Any, Any] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: _unsafe_view,
 }
-# torch's own functions of operators, which read their arguments in 0.5 to 1.6 µs less than the overload does.
+# torch's own functions for operators, which parse their arguments 0.5 to 1.6 µs faster than the overload does.
 _QUICK: dict[Any, Any] = {
     torch.ops.aten.t.default: torch.t,
     torch.ops.aten.transpose.int: torch.transpose,
@@ -60,7 +60,7 @@ _QUICK: dict[Any, Any] = {
     torch.ops.aten.convolution.default: torch.convolution,
     torch.ops.aten.embedding.default: torch.embedding,
 }
-# The same of operators with one overload, as far as this torch has them under their own names.
+# The same for operators with one overload, if this torch has them by their own names.
 _BOUND = (
     "_linalg_check_errors", "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd",
     "cumsum", "gather", "grid_sampler_2d", "native_batch_norm", "native_dropout", "native_group_norm",
@@ -90,9 +90,9 @@ _INFIX = {
 class Program:
     """Writes and compiles the outer function of one graph.
 
-    `functions` are the groups' names and callables, in the order of `plan.groups`. `source` is the text. `calls` are
-    made in place of nodes that run graphs.
-    `function(*inputs)` returns a tuple; so does `boxed([inputs])`, which empties its argument to free inputs early.
+    `functions` are the groups' names and callables, in the order of `plan.groups`. `source` is the text. `calls`
+    replace nodes that run graphs. `function(*inputs)` returns a tuple; so does `boxed([inputs])`, which empties its
+    argument to free inputs early.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Program:
         return function
 
     def sequence(self, boxed: bool) -> Callable[..., Any] | None:
-        """The program as a native sequence of steps; None where there is none."""
+        """The program as a native sequence of steps; None if there is none."""
         if boxed not in self._sequences:
             self._sequences[boxed] = self._sequence(boxed) if self._may_be_sequence() else None
         return self._sequences[boxed]
@@ -151,10 +151,11 @@ class Program:
         made: Callable[..., Any] = sequences.make(self.statements, self.placeholders, self.results, self, slow, boxed)
         return made
 
-    # What a sequence's steps call.
+    # Interface for a sequence's steps.
 
     def called(self, node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-        """The function that a node calls, and its arguments; of a call with an effect those of the operator itself."""
+        """The function that a node calls, and its arguments; for a call with an effect, those of the operator
+        itself."""
         if is_ordered(node):
             return _function_of(node.args[1]), node.args[2:], node.kwargs
         if node in self.calls:
@@ -166,22 +167,22 @@ class Program:
         return _attribute(self.module, str(node.target))
 
     def step(self, statement: Statement) -> Callable[..., Any]:
-        """A function from what a statement reads to a tuple of what it defines."""
+        """A function from the values that a statement reads to a tuple of those it defines."""
         reads, defines = (", ".join(map(self._name, nodes)) for nodes in (statement.reads, statement.defines))
         return self.compile_as([f"def step({reads}):"], [statement.text, f"return ({defines}{',' if defines else ''})"])
 
     def compile_as(self, header: Sequence[str], lines: Sequence[str]) -> Callable[..., Any]:
-        """The function that `header` begins and `lines`, such as those of `body`, go on with."""
+        """The function with the first line `header` and the body `lines`, such as those of `body`."""
         return self._made("\n".join([*header, *("    " + b for b in lines), ""]), header[0].split("(")[0].split()[-1])
 
     # Names and literals.
 
     def spelled(self, node: fx.Node) -> str:
-        """The name of a node's value."""
+        """The variable name of a node's value."""
         return self._name(node)
 
     def bind(self, value: Any, hint: str) -> str:
-        """A name in the program's scope for a function or constant."""
+        """A global name for a function or constant."""
         return self._bind(value, hint)
 
     def _name(self, node: fx.Node) -> str:
@@ -289,7 +290,7 @@ class Program:
         return self._batched(found)
 
     def _batched(self, statements: list[Statement]) -> list[Statement]:
-        """The statements in the order in which they run, with calls of one fusion made together."""
+        """The statements in execution order, with calls of one fusion batched."""
         found = batching.Order([s.call for s in statements], [s.rank for s in statements], order.needs(statements))
         if sum(map(len, found.runs)) != len(statements):
             raise Unsupported(because("not_traced", "the groups of this graph depend on each other in a circle"))
@@ -358,23 +359,24 @@ class Program:
 
 
 def _function_of(target: Any, as_is: bool = False) -> Any:
-    """What is called for a node's target: it takes strides other than the traced ones, and few Python frames.
+    """The function called for a node's target: it accepts other strides than the traced ones, with few Python frames.
 
-    `as_is` keeps a view one: for strides that do not allow it, it raises.
+    `as_is` keeps it a view: it raises for strides that do not allow it.
     """
     target = target if as_is else _COPIES_IF_NEEDED.get(target, target)
     return _QUICK.get(target) or getattr(target, "_op", target)  # the bare builtin: one Python frame less
 
 
 class Listing(Program):
-    """The statements of an outer program as data, in the order in which they run; nothing is written or compiled."""
+    """The statements of an outer program as data, in execution order; nothing is written or compiled."""
 
     def __init__(self, module: fx.GraphModule, plan: Plan, functions: Sequence[tuple[str, Any]]) -> None:
         super().__init__(module, plan, functions)
         self._by_outputs = {g.outputs: (g, f) for g, (_, f) in zip(plan.groups, functions, strict=True)}
 
     def in_order(self) -> list[tuple[tuple[fx.Node, ...], Any]]:
-        """Of each statement what it defines, and what it calls: a node, or (a group's function, the group's inputs)."""
+        """For each statement the nodes it defines, and what it calls: a node, or (a group's function, the group's
+        inputs)."""
         found: list[tuple[tuple[fx.Node, ...], Any]] = []
         for s in self._statements():
             if s.grouped:
@@ -392,14 +394,14 @@ class Listing(Program):
 
     @staticmethod
     def target_of(node: fx.Node) -> Any:
-        """What a node calls, where strides other than the traced ones may come."""
+        """The operator that a node calls, in a form that accepts other strides than the traced ones."""
         target: Any = node.target
         copies = target in _COPIES_IF_NEEDED and WRITTEN not in node.meta
         return torch.ops.aten.reshape.default if copies else target
 
 
 def _apart(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A handle and the numbers bound before its arguments: calls with other numbers can be made together with it."""
+    """A handle and the numbers bound before its arguments: calls with different numbers can be batched."""
     if isinstance(function, functools.partial) and all(isinstance(a, (int, float)) for a in function.args):
         return function.func, function.args
     return function, ()

@@ -1,8 +1,8 @@
-"""What torch's cut of a joint graph is told of operators that kernels of the package take with their neighbours.
+"""Additions to torch's min-cut of a joint graph: operators that the package's kernels fuse with their neighbours.
 
-The cut has a list of operators that are computed again for nothing, beside those that read them, and saves what others
-read. It is TorchInductor's list, which sees `hardswish` or a group norm's gradient only in pieces. Whole ones would
-have all their arguments saved: twice the bytes in a step of a convolution, a group norm and two activations.
+The cut has a list of operators whose recomputation beside their readers is free; it saves what other operators read.
+The list is TorchInductor's, which sees `hardswish` or a group norm's gradient only decomposed. All arguments of the
+whole operators would be saved: twice the bytes in a step of a convolution, a group norm and two activations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fuser import compiler, forks
 from fuser.passes.classify import after_tangents, is_pointwise, is_read, is_view
 
-# Elementwise, or moved elements: computed again where they are read.
+# Elementwise operators and data movement: recomputed where they are read.
 ELEMENTWISE = frozenset(
     f"aten.{name}"
     for name in (
@@ -36,7 +36,7 @@ ELEMENTWISE = frozenset(
         "unsqueeze_copy view_copy"
     ).split()
 )
-# Read what is computed in front of them without its being written, and have results that are saved.
+# These read recomputed values without materialising them; their own results are saved.
 READERS = frozenset(
     f"aten.{name}"
     for name in (
@@ -59,9 +59,9 @@ def _packets(names: Iterable[str]) -> list[Any]:
 
 
 def _with_own(original: Any, joint: fx.GraphModule) -> Any:
-    """What the list holds, the package's, and elementwise operators of a graph.
+    """The list with the package's operators and the graph's elementwise operators.
 
-    Of these torch's list has those that the process had met when it was first asked for.
+    Of the latter, torch's list has only those that the process had used when the list was first requested.
     """
     known = original()
     views = _packets(compiler.views())
@@ -75,7 +75,8 @@ def _with_own(original: Any, joint: fx.GraphModule) -> Any:
 
 @contextlib.contextmanager
 def told_to_the_cut(joint: fx.GraphModule) -> Iterator[None]:
-    """A block in which torch's cut knows the operators of the package and of a graph. Its list has no other way in."""
+    """A block in which torch's cut knows the operators of the package and of a graph. Its list has no other
+    interface."""
     from torch._functorch import partitioners
 
     with _patched:
@@ -95,9 +96,10 @@ _PRODUCTS = frozenset(
 
 
 def keep_for_products(joint: fx.GraphModule) -> None:
-    """Have the cut save a function of a product that a product of the backward reads, where it reads nothing else.
+    """Let the cut save a function of a product that a product of the backward reads, if no other node reads the
+    product.
 
-    The product's own result has as many bytes, and from it the function would be computed once more and written.
+    The product itself has as many bytes, and the function would be recomputed from it and written again.
     """
     behind = after_tangents(joint.graph)
     for node in joint.graph.nodes:
@@ -107,7 +109,7 @@ def keep_for_products(joint: fx.GraphModule) -> None:
             if len(node.users) != 1:
                 continue
             (user,) = node.users
-            free = user not in behind and "recompute" not in user.meta  # which would be a policy of the user's
+            free = user not in behind and "recompute" not in user.meta  # else it has a policy of the user's
             if not (free and is_pointwise(user.target) and user.all_input_nodes == [node]):
                 continue
             if is_read(user, lambda u: u in behind and u.target in _PRODUCTS):
@@ -117,8 +119,8 @@ def keep_for_products(joint: fx.GraphModule) -> None:
 def written_inputs(joint: fx.GraphModule) -> frozenset[str]:
     """The names of the inputs that a joint graph writes, or that its caller writes from the graph's results.
 
-    To be asked before passes run: of the second kind AOTAutograd has cloned what needs gradients, on no line of the
-    user's.
+    It has to be called before passes run: for writes by the caller, AOTAutograd has cloned inputs that need gradients,
+    without a source line.
     """
     found = set()
     for node in joint.graph.nodes:
@@ -132,9 +134,9 @@ def written_inputs(joint: fx.GraphModule) -> frozenset[str]:
 
 
 def keep_from_written(joint: fx.GraphModule, written: frozenset[str]) -> None:
-    """Have the cut save what is computed straight from an input that is written.
+    """Let the cut save values computed directly from an input that is written.
 
-    When the backward runs, that input holds what was written, and nothing can be computed from it again.
+    When the backward runs, that input has its new content, so nothing can be recomputed from it.
     """
     behind = after_tangents(joint.graph)
     told = [n for n in joint.graph.nodes if n.op == "placeholder" and n.name in written]

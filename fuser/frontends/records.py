@@ -1,4 +1,4 @@
-"""What the dynamo frontend remembers of each graph that it compiled, for reports."""
+"""The Dynamo frontend's records of compiled graphs, for reports."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fuser.reasons import code_of
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """One fusion group of a graph: its key, its operators in order, how many tensors go in and out.
+    """One fusion group of a graph: its key, its operators in order, the numbers of input and output tensors.
 
-    `notes` say for each operator where it comes from. `bytes` are those of its inputs and results, each once, in the
-    sizes seen while tracing. `apart`: the groups that read from this one and do not run with it, with the reason.
+    `notes` give the source of each operator. `bytes` are those of its inputs and results, each once, in the sizes seen
+    while tracing. `apart`: groups that read this one but do not run with it, with the reason.
     """
 
     key: int
@@ -33,16 +33,16 @@ class GroupRecord:
 
     @property
     def sources(self) -> tuple[Source | None, ...]:
-        """The user's line of each operator; None where Dynamo knew none."""
+        """The user's line of each operator; None if Dynamo knew none."""
         return tuple(n.source() for n in self.notes)
 
 
 @dataclass(frozen=True)
 class UnfusedOp:
-    """One operator that runs on ATen: its node, what it calls, and why it is not in a group.
+    """One operator that runs on ATen: its node, its name, and why it is not in a group.
 
-    `bytes` pass between it and other operators of the graph, in the sizes seen while tracing: a kernel that held them
-    all would not move these. `reads` and `read_by` are the numbers of the groups that it stands between.
+    `bytes` pass between it and other operators of the graph, in the sizes seen while tracing; one kernel for all would
+    not move them. `reads` and `read_by` are the numbers of the groups before and after it.
     """
 
     node: str
@@ -55,7 +55,7 @@ class UnfusedOp:
 
     @property
     def source(self) -> Source | None:
-        """The user's line; None where Dynamo knew none."""
+        """The user's line; None if Dynamo knew none."""
         return self.notes.source()
 
     @property
@@ -68,13 +68,13 @@ class UnfusedOp:
 class CompiledGraph:
     """One graph of `torch.compile`.
 
-    `route` is "direct" (the program is called as is, or dynamo's graph where nothing is fused), "wrapped" (inside
-    AOTAutograd's runtime wrapper) or "eager" (not compiled: `reason` says why). `seconds` leaves out tracing. `stage`
-    is "inference", "forward" or "backward".
-    `by_eager` counts later calls that ran by eager nevertheless, by reason. `compile_id` is Dynamo's name of the
+    `route` is "direct" (the program is called directly, or Dynamo's graph if nothing is fused), "wrapped" (inside
+    AOTAutograd's runtime wrapper) or "eager" (not compiled: `reason` says why). `seconds` excludes tracing. `stage` is
+    "inference", "forward" or "backward".
+    `by_eager` counts later calls that nevertheless ran in eager, by reason. `compile_id` is Dynamo's name of the
     compilation, such as "0/1": frame 0, compiled for the second time. `flows` are the values that pass between groups
     ("group 0") and operators on ATen (their nodes' names): from, to, and bytes. `body`: for a graph that an operator
-    of another one runs, its name there and the operator, as "true_graph_0 of cond".
+    of another graph runs, its name there and the operator, such as "true_graph_0 of cond".
     """
 
     route: str
@@ -97,12 +97,12 @@ class CompiledGraph:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """The different fusions of the graph, in order of first use."""
+        """The distinct fusions of the graph, in order of first use."""
         return tuple(dict.fromkeys(g.key for g in self.groups))
 
 
 def _compile_id() -> str:
-    """Dynamo's name of the compilation under way; "" outside of one."""
+    """Dynamo's name of the current compilation; "" outside of one."""
     guards = sys.modules.get("torch._guards")
     found = guards.CompileContext.current_compile_id() if guards is not None else None
     return str(found) if found is not None else ""
@@ -115,7 +115,7 @@ _listeners: list[list[CompiledGraph]] = []
 
 
 def remember(record: CompiledGraph) -> None:
-    """Add a record; the oldest of more than 128 is forgotten."""
+    """Add a record; beyond 128, the oldest is dropped."""
     _history.append(record)
     for found in _listeners:
         found.append(record)
@@ -123,7 +123,7 @@ def remember(record: CompiledGraph) -> None:
 
 @contextlib.contextmanager
 def collected(found: list[CompiledGraph] | None = None) -> Iterator[list[CompiledGraph]]:
-    """The records that are added in a block, by whichever thread; appended to `found`, if given."""
+    """The records that any thread adds in the block; appended to `found`, if given."""
     found = [] if found is None else found
     _listeners.append(found)
     try:
@@ -133,12 +133,12 @@ def collected(found: list[CompiledGraph] | None = None) -> Iterator[list[Compile
 
 
 def compilations() -> list[CompiledGraph]:
-    """Records of the graphs compiled last, oldest first."""
+    """The records of the latest compiled graphs, oldest first."""
     return list(_history)
 
 
 def last_compilation() -> CompiledGraph | None:
-    """The record of the graph compiled last; None before the first."""
+    """The record of the last compiled graph; None before the first."""
     return _history[-1] if _history else None
 
 

@@ -1,8 +1,8 @@
-"""A graph run a second time in eager, for a gradient that is to be differentiated.
+"""A second run of a graph in eager, for a gradient that is to be differentiated.
 
-What a call of the compiled function changes is noted before it: the state of the generators that it draws from, and
-the content of inputs that it writes, where gradients depend on that. Random numbers are those of the compiled call. A
-`torch.autograd.Function` has its own backward, which eager differentiates.
+Before a call of the compiled function, its changes are noted: the state of the generators that it draws from, and the
+content of inputs that it writes, if gradients depend on that. The second run draws the random numbers of the compiled
+call. A `torch.autograd.Function` keeps its own backward, which eager differentiates.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from fuser.passes.randomness import Draw, drawn_again, draws_numbers, packet_nam
 from fuser.runtime import launcher
 
 Function = Callable[..., Any]
-_OWN = "autograd_function_apply"  # what Dynamo makes of a `torch.autograd.Function`
+_OWN = "autograd_function_apply"  # Dynamo's operator for a `torch.autograd.Function`
 _CHECKPOINT = "tag_activation_checkpoint"
 
 
 class Noted(NamedTuple):
-    """Of a call: its inputs as `seen` noted them, copies of what it writes and reads, and states of generators."""
+    """The state of a call: its inputs as noted by `seen`, copies of inputs it writes and needs, states of
+    generators."""
 
     inputs: tuple[Any, ...]
     kept: tuple[torch.Tensor, ...]
@@ -57,7 +58,7 @@ class Replay:
     def _note(self, *args: Any) -> Noted:
         written = [args[i] for i in self._kept]
         if any(t.requires_grad for t in written):
-            with torch.enable_grad():  # a copy has the history that its original has before it is written
+            with torch.enable_grad():  # a copy has the history that its original had before the write
                 kept = tuple(t.clone() for t in written)
         else:
             kept = tuple(t.clone() for t in written)
@@ -65,7 +66,7 @@ class Replay:
         return Noted(self._see(*args), kept, states)
 
     def inputs(self, noted: Any, required: Sequence[bool]) -> list[Any]:
-        """The inputs of a call for a second run; RuntimeError if one that matters is gone or was written since."""
+        """The inputs of a call for a second run; RuntimeError if a needed one is gone or was written since."""
         kept = dict(zip(self._kept, noted.kept, strict=True)) if isinstance(noted, Noted) else {}
         pairs = noted.inputs if isinstance(noted, Noted) else noted
         found: list[Any] = []
@@ -82,7 +83,7 @@ class Replay:
         return self._completed(found, required)
 
     def _completed(self, found: list[Any], required: Sequence[bool]) -> list[Any]:
-        """The inputs with zeros for those that are gone, whose content does not matter."""
+        """The inputs, with zeros for those that are gone and whose content does not matter."""
         if not any(value is _MISSING for value in found):
             return found
         nodes = self.gm.graph.find_nodes(op="placeholder")
@@ -102,7 +103,7 @@ class Replay:
         return found
 
     def run(self, inputs: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
-        """The results, and of each input that the graph writes the new content."""
+        """The results, and the new content of each input that the graph writes."""
         written = {i: inputs[i].clone() for i in self.written}
         with torch.enable_grad(), self.casts():
             results = self.gm.forward(*(written.get(i, value) for i, value in enumerate(inputs)))
@@ -110,7 +111,7 @@ class Replay:
 
     @contextlib.contextmanager
     def drawing(self, noted: Any) -> Iterator[None]:
-        """Have random operators in the block draw what they drew in the call; generators keep their state."""
+        """Let random operators in the block draw the numbers of the call; the generators' states are restored."""
         if not self.draws:
             yield
             return
@@ -131,7 +132,7 @@ _MISSING = object()
 
 
 def _sizes(value: Any) -> tuple[Any, ...]:
-    """The sizes and strides of a tensor, or a number as its own."""
+    """The sizes and strides of a tensor; a number as a tuple of itself."""
     if isinstance(value, torch.Tensor):
         return (*value.shape, *value.stride())
     return (value,) if isinstance(value, (int, torch.SymInt)) else ()
@@ -157,7 +158,7 @@ _NOT_AGAIN = (
 
 
 def _is_recording() -> bool:
-    """Whether the current stream records a CUDA graph, in which the state of a generator is no number."""
+    """Whether the current stream records a CUDA graph, in which a generator's state is not a number."""
     return bool(torch.cuda.is_current_stream_capturing())
 
 
@@ -193,13 +194,13 @@ class _Drawing(TorchDispatchMode):
 
 
 def _may_be(draw: Draw, func: Any) -> bool:
-    """Whether a call of eager's may be that of the graph."""
+    """Whether a call in eager may correspond to that of the graph."""
     name, traced = packet_name(func), packet_name(draw.target)
     return name == traced or name == "bernoulli" and traced in ("native_dropout", "rand")
 
 
 def seen() -> Function:
-    """A function that notes inputs without keeping them alive, natively where that can be had: see `Replay.inputs`."""
+    """A function that notes inputs without keeping them alive, native if possible: see `Replay.inputs`."""
     native = launcher.native()
     return _seen if native is None else cast(Function, native.seen)
 
@@ -213,7 +214,7 @@ def _seen(*args: Any) -> tuple[Any, ...]:
 
 
 def casts_now() -> Function:
-    """A context with the present state of autocast; of those that need not be the same later."""
+    """A context manager factory that restores the present autocast state."""
     states = [
         (d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d))
         for d in ("cpu", "cuda") if torch.amp.autocast_mode.is_autocast_available(d)
@@ -231,10 +232,10 @@ def casts_now() -> Function:
 
 
 def without_marks(gm: fx.GraphModule) -> fx.GraphModule:
-    """Dynamo's graph as eager can differentiate it twice.
+    """Dynamo's graph in a form that eager can differentiate twice.
 
-    Regions of checkpoints stand where they are called, so nothing is drawn or computed a second time, and each
-    `torch.autograd.Function` keeps the history of what it saves.
+    Checkpointed regions are inlined, so nothing is drawn or computed a second time, and each `torch.autograd.Function`
+    keeps the history of the tensors that it saves.
     """
     gm = for_eager(gm)
     inner = {n: m for n, m in gm.named_children() if isinstance(m, fx.GraphModule)}
@@ -260,14 +261,14 @@ def without_marks(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_once(node: fx.Node) -> bool:
-    """Whether the program's line of a node in a backward is below `once_differentiable`."""
+    """Whether the program's line of a node in a backward is inside `once_differentiable`."""
     return f'"{once_differentiable.__code__.co_filename}"' in (node.meta.get("stack_trace") or "")
 
 
 def _with_gradients(backward: fx.GraphModule) -> fx.GraphModule:
-    """A backward that Dynamo traced with gradients switched off, so that it can be differentiated.
+    """A backward that Dynamo traced with gradients disabled, made differentiable.
 
-    The block without gradients is around the whole graph. The program's own blocks in it end as they begin.
+    The no-grad block around the whole graph is removed. The program's own blocks in it enable gradients at their end.
     """
     found = fx.GraphModule(backward, copied(backward.graph))
     modes = [n for n in found.graph.nodes if n.target is torch._C._set_grad_enabled]
@@ -275,7 +276,7 @@ def _with_gradients(backward: fx.GraphModule) -> fx.GraphModule:
         return backward
     for node in (modes[0], modes[-1]):
         found.graph.erase_node(node)
-    for node in modes[2:-1:2]:  # where a block of the program's ends
+    for node in modes[2:-1:2]:  # the end of one of the program's blocks
         node.args = (True,)
     found.recompile()
     return found
@@ -285,9 +286,9 @@ def applied(
     forward: Function, backward: Function, *operands: Any, non_differentiable_idx: Sequence[int] = (),
     dirty_idx: Sequence[int] = (), once: bool = False, **_: Any,
 ) -> Any:  # fmt: skip
-    """A `torch.autograd.Function` of Dynamo's two graphs. Inputs and results that it saves keep their history.
+    """A `torch.autograd.Function` made of Dynamo's two graphs. Inputs and results that it saves keep their history.
 
-    `once`: its backward cannot be differentiated, and says so.
+    `once`: its backward cannot be differentiated, and raises if it is.
     """
 
     class Applied(AutogradFunction):

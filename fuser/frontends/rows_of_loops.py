@@ -1,6 +1,6 @@
-"""Steps of `scan` and `map` that store rows of the results.
+"""Steps of `scan` and `map` that store into rows of the results.
 
-Such a step's graph takes these rows as inputs and ends with copies into them, so that its kernels store there.
+Such a step's graph takes these rows as inputs and ends with copies into them, so its kernels store there.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from fuser.runtime.loops import Form
 
 
 def store_rows(node: fx.Node, body: fx.GraphModule) -> tuple[Form, ...] | None:
-    """Have a step's graph write its rows into further inputs instead of returning them; their forms.
+    """Let a step's graph write its rows into further inputs instead of returning them; returns the forms of the rows.
 
-    None, and the graph as it was, for operators without rows, and where the forms are not known before a step runs.
+    None, with the graph unchanged, for operators without rows, and if a form is not known before a step runs.
     """
     if str(node.target) not in ("scan", "map_impl"):
         return None
@@ -45,7 +45,7 @@ def store_rows(node: fx.Node, body: fx.GraphModule) -> tuple[Form, ...] | None:
 
 
 def _places(inputs: Sequence[fx.Node]) -> dict[str, tuple[int, int | None]]:
-    """Where each size that is an expression can be read from the inputs of a step."""
+    """For each symbolic size, the input of a step and its dim from which the size can be read."""
     found: dict[str, tuple[int, int | None]] = {}
     for i, node in enumerate(inputs):
         value = node.meta.get("val")

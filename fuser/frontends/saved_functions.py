@@ -1,6 +1,6 @@
-"""Graphs of `torch.compile(…).aot_compile`: Dynamo saves what a backend returns, and calls it where it was loaded.
+"""Graphs of `torch.compile(…).aot_compile`: Dynamo saves a backend's result and calls it in another process.
 
-A saved function is Dynamo's graph with fake inputs. It is compiled where it is first called; its kernels are on disk.
+A saved function is Dynamo's graph with fake inputs. It is compiled at its first call there; its kernels are on disk.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class SavedFunction(SerializableCallable):
 
     @classmethod
     def of(cls, gm: fx.GraphModule, inputs: Sequence[Any], backend: Function) -> SavedFunction:
-        """Compile a graph that Dynamo wants to save."""
-        fakes = [n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"]  # sizes are symbols there
+        """Compile a graph that Dynamo is going to save."""
+        fakes = [n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"]  # their sizes are symbols
         graph = _without_examples(gm)
         with _without_cached_graphs():
             return cls(graph, fakes, backend, backend(gm, inputs))
@@ -66,7 +66,7 @@ class SavedFunction(SerializableCallable):
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> SavedFunction:
-        """The function of which these bytes were made."""
+        """The function from which these bytes were made."""
         from torch.fx._graph_pickler import GraphPickler
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -86,7 +86,8 @@ def _without_examples(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _without_cached_graphs() -> contextlib.AbstractContextManager[Any]:
-    """AOTAutograd stores graphs of TorchInductor alone, and demands such graphs while its cache is forced."""
+    """A block without AOTAutograd's cache, which stores only TorchInductor's graphs, and requires such graphs if
+    forced."""
     known = {name: False for name in _CACHING if hasattr(torch._functorch.config, name)}
     made: contextlib.AbstractContextManager[Any] = torch._functorch.config.patch(known)
     return made

@@ -1,8 +1,8 @@
-"""Scripts under autocast: TorchScript's own pass writes the casts into the graph, which is then fused like any other.
+"""Scripts under autocast: TorchScript's own pass inserts the casts into the graph, which is then fused like any other.
 
-TorchScript's interpreter runs the graph of that pass with autocast still on. A fused one runs with autocast off, so
-that kernels serve it. That is the same only where autocast changes no operator of the graph beyond the pass's casts;
-any other script runs as it is.
+TorchScript's interpreter runs the graph of that pass with autocast still on. A fused graph runs with autocast off, so
+that kernels can be used. That is the same only if autocast changes no operator of the graph beyond the pass's casts;
+any other script runs unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NEEDED = ("_jit_pass_autocast", "_DisableAutocast", "_dispatch_has_kernel_for_d
 _DEVICES = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 State = tuple[tuple[bool, torch.dtype], ...]
 
-# They are made of other operators, none of which autocast changes.
+# Composites of other operators, none of which autocast changes.
 _COMPOSITES = frozenset(
     "_autocast_to_full_precision _autocast_to_reduced_precision _fused_rms_norm adaptive_avg_pool1d "
     "adaptive_avg_pool2d adjoint atleast_1d atleast_2d atleast_3d avg_pool1d batch_norm broadcast_tensors "
@@ -33,12 +33,12 @@ _COMPOSITES = frozenset(
     "std std_mean swapaxes swapdims take_along_dim tensor_split tile to type_as unbind unflatten var var_mean "
     "view_as vsplit vstack where zeros_like".split()
 )
-# Autocast gives their arguments the dtype that they have in common, as they do themselves.
+# Autocast casts their arguments to a common dtype, as they do themselves.
 _PROMOTING = frozenset({"cat", "stack"})
 
 
 def state() -> State | None:
-    """What autocast is set to in this thread; None where scripts under it run as they are."""
+    """This thread's autocast state; None if scripts run unchanged under it."""
     if any(not hasattr(_C, name) for name in _NEEDED):
         return None
     found = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
@@ -46,7 +46,7 @@ def state() -> State | None:
 
 
 def with_casts(inlined: Any) -> Any:
-    """A copy of a graph with the casts of the autocast that is at work in this thread."""
+    """A copy of a graph with the casts of this thread's autocast."""
     graph = inlined.copy()
     _C._jit_pass_autocast(graph)
     if torch.is_autocast_enabled("cuda"):
@@ -55,7 +55,7 @@ def with_casts(inlined: Any) -> Any:
 
 
 def _cast_softmax(graph: Any) -> None:
-    """On a GPU autocast computes softmax in float32; TorchScript's pass leaves that to autocast itself."""
+    """Cast softmax to float32, as autocast does on a GPU: TorchScript's pass leaves that to autocast itself."""
     for node in every_node(graph):
         if node.kind() == "aten::softmax" and node.inputsSize() == 3 and node.inputsAt(2).type().kind() == "NoneType":
             with graph.insert_point_guard(node):
@@ -66,15 +66,16 @@ def _cast_softmax(graph: Any) -> None:
 
 
 def asks(graph: Any) -> str | None:
-    """Why a graph has to know that autocast is on; None if it does not. TorchScript's pass crashes on one that does."""
+    """The reason why a graph depends on autocast being on; None if it does not. TorchScript's pass crashes on one that
+    does."""
     kinds = ("aten::is_autocast_enabled", "aten::is_autocast_cpu_enabled")
     return next((f"{n.kind()} runs in the script" for n in every_node(graph) if n.kind() in kinds), None)
 
 
 def why_not(graph: Any) -> str | None:
-    """Why a graph with casts does not compute the same with autocast off; None if it does."""
+    """The reason why a graph with casts computes something else with autocast off; None if it does not."""
     keys = [key for device, key in _DEVICES.items() if torch.is_autocast_enabled(device)]
-    changed: dict[str, bool] = {}  # by schema: whether the pass writes its casts
+    changed: dict[str, bool] = {}  # by schema: whether the pass inserts its casts
     for node in every_node(graph):
         kind = node.kind()
         if kind in FENCES:
@@ -98,7 +99,7 @@ def _is_cast_here(node: Node) -> bool:
 
 @functools.cache
 def _is_indifferent(schema: str, keys: tuple[str, ...]) -> bool:
-    """Whether autocast changes nothing in an operator."""
+    """Whether autocast does not change an operator."""
     parsed = _C.parse_schema(schema)
     name = parsed.name.removeprefix("aten::")
     full = f"{parsed.name}.{parsed.overload_name}".rstrip(".")
@@ -108,7 +109,7 @@ def _is_indifferent(schema: str, keys: tuple[str, ...]) -> bool:
         if any(_C._dispatch_has_kernel_for_dispatch_key(full, key) for key in keys):
             return False
         composite = _C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
-    except RuntimeError:  # an operator of TorchScript's interpreter alone, on lists and numbers
+    except RuntimeError:  # an operator of TorchScript's interpreter only, on lists and numbers
         return True
     if composite:
         return name in _COMPOSITES
@@ -116,7 +117,7 @@ def _is_indifferent(schema: str, keys: tuple[str, ...]) -> bool:
 
 
 def _is_cast(node: Node) -> bool:
-    """Whether the pass casts what a node reads, if nothing is known of that."""
+    """Whether the pass casts the inputs of a node of unknown dtypes."""
     graph = _C.Graph()
     made: dict[Any, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Copies of scripted modules: C++ objects of the same types, and what the Python objects around them hold."""
+"""Copies of scripted modules: C++ objects of the same types, and the state of the Python objects around them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def copied(cpp: Any) -> Any:
 
 
 def copy_python_side(script: Any, made: Any) -> None:
-    """What the Python objects around C++ modules hold: type, hooks, methods that only Python has, attributes."""
+    """Copy the state of the Python object of a C++ module: type, hooks, Python-only methods, attributes."""
     for name, value in script.__dict__.items():
         if name in _HOOKS:
             made.__dict__[name] = copy.copy(value)
@@ -36,13 +36,13 @@ def copy_python_side(script: Any, made: Any) -> None:
 class _Copier:
     """Copies C++ modules: own slots of the same types, parameters that share the originals' memory, own buffers.
 
-    Buffers and attributes that share memory with each other do so in the copy; those that view a parameter still do.
+    Buffers and attributes that share memory also share it in the copy; views of a parameter stay views of it.
     """
 
     def __init__(self, cpp: Any) -> None:
         self.modules: dict[Any, Any] = {}
-        self.tensors: dict[int, tuple[Any, Any]] = {}  # the originals are kept, so that no id is used twice
-        self.storages: dict[int, tuple[Any, Any]] = {}  # by their addresses, beside their copies
+        self.tensors: dict[int, tuple[Any, Any]] = {}  # the originals are kept, so that no id is reused
+        self.storages: dict[int, tuple[Any, Any]] = {}  # by their addresses, with their copies
         self._shared: set[int] = set()
         found: dict[int, list[Any]] = {}
         self._read(cpp, found, set())
@@ -51,7 +51,7 @@ class _Copier:
                 self._shared.add(at)
                 continue
             storage = tensors[0].untyped_storage()
-            if len(tensors) > 1 or storage.nbytes() <= tensors[0].nbytes:  # one of a larger memory is copied alone
+            if len(tensors) > 1 or storage.nbytes() <= tensors[0].nbytes:  # one view of more memory is copied alone
                 self.storages[at] = storage, storage.clone()
 
     def copied(self, cpp: Any) -> Any:
@@ -65,7 +65,7 @@ class _Copier:
         return self.modules[cpp]
 
     def _read(self, cpp: Any, found: dict[int, list[Any]], seen: set[Any]) -> None:
-        """The different tensors of a module and its submodules, by their memory."""
+        """The distinct tensors of a module and its submodules, by their storage."""
         if cpp in seen:
             return
         seen.add(cpp)
@@ -79,7 +79,7 @@ class _Copier:
             self._read(module, found, seen)
 
     def _tensor(self, value: Any) -> Any:
-        """A tensor's copy; TorchScript hands out containers by value, the tensors in them as they are."""
+        """A tensor's copy; TorchScript returns containers by value, but the tensors in them by reference."""
         if id(value) not in self.tensors:
             self.tensors[id(value)] = value, self._made(value)
         return self.tensors[id(value)][1]
@@ -98,7 +98,7 @@ class _Copier:
 
 
 def _values(cpp: Any) -> list[tuple[str, Any]]:
-    """A module's own parameters, buffers and attributes that hold tensors."""
+    """A module's own parameters, buffers and attributes that may hold tensors."""
     found = list(_C.ParameterDict(cpp).items())
     for name, (kind, _) in _C.ConcreteModuleType.from_jit_type(cpp._type()).get_attributes().items():
         if kind.kind() in ("ListType", "DictType", "TupleType", "OptionalType", "TensorType"):
@@ -111,6 +111,6 @@ def _is_parameter(value: torch.Tensor) -> bool:
 
 
 def _has_memory(value: Any) -> bool:
-    """Whether a value is a tensor whose memory another one may view."""
+    """Whether a value is a tensor with memory that another tensor may view."""
     own = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized
     return own and not (value.is_conj() or value.is_neg() or value.is_meta)

@@ -1,4 +1,4 @@
-"""Fused scripts that are one group from end to end: a call is that of the handle, without TorchScript's interpreter."""
+"""Fused scripts that are a single group: a call runs the handle, without TorchScript's interpreter."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "TensorType": (torch.Tensor, torch.nn.Parameter), "IntType": (int,), "FloatType": (float,), "BoolType": (bool,),
 }  # fmt: skip
 _LETTERS = {"TensorType": "t", "IntType": "i", "FloatType": "f", "BoolType": "b"}
-_MOST_TENSORS = 6  # of a call that may have parameters among them: their types are listed
+_MOST_TENSORS = 6  # of a call that may have parameters among them: all type combinations are listed
 
 
 @dataclass(frozen=True)
 class Direct:
     """How to call a handle in place of a script: for positional arguments whose types are among `kinds`.
 
-    All other calls are the script's: it converts arguments, or says what is wrong with them. `chosen` gives the
-    handle's arguments from the script's; None if they are the same.
+    All other calls go to the script, which converts arguments or reports errors. `chosen` gives the handle's arguments
+    from the script's; None if they are the same.
     """
 
     handle: Callable[..., Any]
@@ -52,7 +52,7 @@ def direct_call(fused: Fused) -> Direct | None:
 
 
 def _returns(graph: Any, call: Any, rest: Sequence[Any]) -> bool:
-    """Whether a graph returns the results of a call as the handle does: one as it is, several as a tuple."""
+    """Whether a graph returns the results of a call as the handle does: a single one directly, several as a tuple."""
     results = list(graph.outputs())
     if call.outputsSize() == 1:
         return not rest and results == list(call.outputs())

@@ -1,4 +1,4 @@
-"""Fusible parts of a TorchScript graph, each replaced by one call of an operator made for it."""
+"""Fusion of a TorchScript graph: each fusible part is replaced by one call of an operator made for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DROPOUTS = frozenset({"aten::dropout", "aten::feature_dropout", "aten::alpha_dr
 
 @dataclass(frozen=True)
 class ScriptGroup:
-    """One fused part: its operator, what it calls, and the source lines."""
+    """One fused part: its operator, the calls in it, and their source lines."""
 
     operator: Operator
     calls: tuple[str, ...]
@@ -36,13 +36,13 @@ class ScriptGroup:
 
     @property
     def key(self) -> int:
-        """The registration's key."""
+        """The key of the registered fusion."""
         return self.operator.key
 
 
 @dataclass(frozen=True)
 class Unfused:
-    """One node that the script runs itself, why, and its source line."""
+    """One node that the script runs itself, the reason, and its source line."""
 
     kind: str
     reason: str
@@ -59,7 +59,7 @@ class Fused:
 
 
 def fused_graph(inlined: Any, evaluating: bool) -> Fused:
-    """A copy of an inlined graph with its fusible parts as operators. `evaluating`: for modules outside of training."""
+    """A copy of an inlined graph with its fusible parts as operators. `evaluating`: for modules not in training."""
     graph = inlined.copy()
     written = _simplify(graph, evaluating)
     facts = study(graph)
@@ -78,9 +78,9 @@ def fused_graph(inlined: Any, evaluating: bool) -> Fused:
 
 # -- before ------------------------------------------------------------------------------------------------------------
 def _simplify(graph: Any, evaluating: bool) -> Writes:
-    """Fewer nodes that mean the same. What a trace saw of shapes is forgotten: it need not hold in other calls.
+    """Simplify the graph. Shapes seen by a trace are dropped: they need not hold in other calls.
 
-    The result are nodes that wrote in place and now give a new tensor.
+    Returns the nodes that wrote in place and now return a new tensor.
     """
     torch._C._jit_pass_erase_shape_information(graph)
     spell_abs(graph)
@@ -96,7 +96,7 @@ def _simplify(graph: Any, evaluating: bool) -> Writes:
 
 
 def training_flags(graph: Any) -> list[Any]:
-    """The nodes that ask whether a module is in training."""
+    """The nodes that read whether a module is in training."""
     flags = [n for n in every_node(graph) if n.kind() == "prim::GetAttr" and n.s("name") == "training"]
     return [n for n in flags if n.output().type().kind() == "BoolType"]
 
@@ -112,7 +112,7 @@ def _constant_before(graph: Any, node: Any, value: Any) -> Any:
 
 
 def _open_tuples(graph: Any) -> None:
-    """Items of tuples that the graph itself makes."""
+    """Replace reads of items from tuples that the graph itself constructs."""
     for node in list(every_node(graph)):
         made = node.inputsAt(0).node() if node.inputsSize() else None
         if made is None or made.kind() != "prim::TupleConstruct":
@@ -126,7 +126,7 @@ def _open_tuples(graph: Any) -> None:
 
 
 def _drop_dropouts(graph: Any) -> None:
-    """Dropout outside of training gives its very input."""
+    """Remove dropouts outside training, which return their input."""
     for node in every_node(graph):
         if node.kind() in _DROPOUTS and node.inputsAt(2).toIValue() is False:
             node.output().replaceAllUsesWith(node.inputsAt(0))
@@ -134,7 +134,7 @@ def _drop_dropouts(graph: Any) -> None:
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
 def _fuse_block(block: Any, facts: Facts, made: Fused, written: Writes) -> None:
-    """Fuse within the blocks inside, then in the block itself."""
+    """Fuse within the inner blocks, then in the block itself."""
     for node in block.nodes():
         for inner in node.blocks():
             _fuse_block(inner, facts, made, written)
@@ -155,7 +155,7 @@ def _fuse_block(block: Any, facts: Facts, made: Fused, written: Writes) -> None:
 
 
 def _register(group: Group, written: Writes) -> ScriptGroup:
-    """A group as a registered fusion with an operator that runs it."""
+    """Register a group as a fusion, with an operator that runs it."""
     graph = group_to_fx(group, written)
     key, handle = _registered(graph)
     if group.values or group.presences:
@@ -175,13 +175,14 @@ def _registered(graph: fx.Graph | fx.GraphModule) -> tuple[int, Any]:
 
 
 def _gradients(fallback: Callable[..., Any]) -> Callable[..., Any]:
-    from fuser.frontends.script_gradients import Gradients  # imports AOTAutograd: only where gradients are needed
+    from fuser.frontends.script_gradients import Gradients  # it imports AOTAutograd, so only if gradients are needed
 
     return Gradients(fallback)
 
 
 def group_to_fx(group: Group, written: Writes = frozenset()) -> fx.Graph | fx.GraphModule:
-    """A group as a graph of its inputs; one result as it is, several as a tuple. A module only if it holds tensors."""
+    """A group as a graph of its inputs; one result is returned directly, several as a tuple. A module only if it holds
+    tensors."""
     translator = Translator()
     for number, value in enumerate(group.inputs):
         translator.input(f"i{number}", value)
@@ -199,7 +200,7 @@ def group_to_fx(group: Group, written: Writes = frozenset()) -> fx.Graph | fx.Gr
 
 
 def _replace(block: Any, plan: Plan, facts: Facts, operators: Sequence[Operator]) -> None:
-    """Put calls of operators where groups were, and the block in the order that they need."""
+    """Replace groups by calls of their operators, and put the block's nodes in the required order."""
     graph, end = facts.graph, block.returnNode()
     calls = []
     for group, operator in zip(plan.groups, operators, strict=True):

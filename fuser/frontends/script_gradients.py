@@ -1,7 +1,7 @@
-"""Gradients of a registered fusion: a fused forward and a fused backward, compiled when a call first needs them.
+"""Gradients of a registered fusion: a fused forward and backward, compiled when a call first needs them.
 
 AOTAutograd traces the group's fallback once for each class of arguments, with symbolic sizes. Its autograd function
-then serves all sizes for which the trace holds.
+then serves all sizes for which the trace is valid.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from fuser.passes.dispatched import in_fast_forms
 from fuser.runtime.memory import Tally
 
 Function = Callable[..., Any]
-MAX_PROGRAMS = 16  # of one fusion; further classes of arguments are left to ATen
+MAX_PROGRAMS = 16  # of one fusion; further classes of arguments run on ATen
 
 
 class Gradients:
-    """Runs the calls of one fusion whose arguments require gradients. `fallback` is the fusion by ATen."""
+    """Runs the calls of one fusion whose arguments require gradients. `fallback` is the fusion on ATen."""
 
     def __init__(self, fallback: Function) -> None:
         self._fallback = fallback
         self._programs: dict[Any, list[_Program]] = {}
         self._count = 0
         self._lock = forks.lock()
-        self.reasons = Tally()  # of calls left to ATen
+        self.reasons = Tally()  # of calls that ran on ATen
 
     def __call__(self, *args: Any) -> Any:
         kind = _kind(args)
@@ -59,7 +59,7 @@ class Gradients:
             self._count += 1
             try:
                 made = _program(self._fallback, args)
-            except Exception as e:  # what cannot be traced has its gradients from ATen
+            except Exception as e:  # if it cannot be traced, its gradients are ATen's
                 reason = f"its gradient is not fused: {type(e).__name__}: {(str(e).strip() or '.').splitlines()[0]}"
                 self.reasons.note(reason)
                 say_unfused(reason)
@@ -69,7 +69,7 @@ class Gradients:
 
 
 def _kind(args: Sequence[Any]) -> Any:
-    """What the trace of a call depends on, but for relations between sizes."""
+    """The properties on which the trace of a call depends, except relations between sizes."""
     numbers = tuple(a for a in args if isinstance(a, bool))
     needed = tuple(a.requires_grad for a in args if isinstance(a, torch.Tensor))
     return arg_spec(args, ()), needed, numbers
@@ -97,7 +97,7 @@ _POWERS = (torch.pow, torch.Tensor.pow, torch.Tensor.__pow__, torch.Tensor.__rpo
 
 
 class _Powers(TorchFunctionMode):
-    """Powers with a float of the trace as tensors: torch's formulas of gradients ask a number for its value."""
+    """Powers with a symbolic float as tensor operations: torch's gradient formulas read a number's value."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _POWERS and len(args) == 2 and not kwargs:
@@ -110,18 +110,19 @@ class _Powers(TorchFunctionMode):
 
 
 def _opened(value: Any, like: torch.Tensor) -> Any:
-    """A float of the trace as a tensor of no dims; everything else as it is."""
+    """A symbolic float as a 0-dim tensor; any other value unchanged."""
     make: Any = torch.scalar_tensor
     return make(value, dtype=like.dtype) if isinstance(value, torch.SymFloat) else value
 
 
 def _program(fallback: Function, args: Sequence[Any]) -> _Program:
-    """With floats as arguments of the trace; as constants where torch cannot trace it so."""
+    """The program for a call: with floats as arguments of the trace; as constants if torch cannot trace them as
+    arguments."""
     for _ in range(2 if any(type(a) is float for a in args) else 0):
         try:
             return _Program(fallback, args, open_floats=True)
         except Exception as e:
-            if type(e).__name__ != "TensorifyScalarRestartAnalysis":  # with which torch asks for a second trace
+            if type(e).__name__ != "TensorifyScalarRestartAnalysis":  # by which torch requests a second trace
                 break
     return _Program(fallback, args)
 
@@ -149,7 +150,7 @@ class _Program:
         return results[0] if self._single else tuple(results)
 
     def takes(self, args: Sequence[Any]) -> bool:
-        """Whether what the trace took for granted of sizes holds for these arguments of the class."""
+        """Whether the assumptions of the trace about sizes hold for these arguments of the class."""
         sizes = tuple(tuple(a.shape) + a.stride() if isinstance(a, torch.Tensor) else a for a in args)
         if sizes not in self._held:
             if len(self._held) >= 256:
@@ -168,7 +169,7 @@ class _Program:
                     if symbolic != number:
                         return False
                     continue
-                symbol = symbolic.node._expr  # as it was made: `expr` has what the trace replaced it by
+                symbol = symbolic.node._expr  # as it was made: `expr` is what the trace replaced it with
                 if symbol.is_Symbol and values.setdefault(symbol, number) != number:
                     return False
         return all(str(guard.xreplace(values)) == "True" for guard in self._guards)

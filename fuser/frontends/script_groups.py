@@ -1,8 +1,9 @@
-"""Groups of a TorchScript block: which calls are fused together, and an order of the block in which each group fits.
+"""Groups of a TorchScript block: which calls are fused together, and an order of the block that fits all groups.
 
-Nodes that stay keep their order. A call's *level* counts the ordered nodes after a fusible one on the longest path to
-it, as in `passes/grouping`. Ordered nodes have levels that never fall along the block, so a group of level n can
-stand right before the first ordered node of a level of n or more: all that it reads is there, and nothing needs it yet.
+Nodes outside groups keep their order. A call's *level* counts the ordered nodes after a fusible one on the longest
+path to it, as in `passes/grouping`. Levels of ordered nodes never decrease along the block, so a group of level n can
+run right before the first ordered node of level n or more: all its inputs are computed, and nothing needs its results
+yet.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fuser.reasons import because
 
 Node = Any
 Value = Any
-_FIRST = -1  # the level of what depends on no fusible call
+_FIRST = -1  # the level of values that depend on no fusible call
 _LAST = 1 << 30
 
 # Calls that are worth a kernel of their own: eager makes several passes over memory, or computes much.
@@ -37,12 +38,12 @@ class Group:
     inputs: list[Value]
     outputs: list[Value]
     values: frozenset[Value] = frozenset()  # inputs whose values decide the code
-    presences: frozenset[Value] = frozenset()  # and those that do by being None or not
+    presences: frozenset[Value] = frozenset()  # inputs that decide the code by being None or not
 
 
 @dataclass
 class Plan:
-    """A block's groups, and the key by which each node or group is put in order."""
+    """A block's groups, and the key by which each node or group is ordered."""
 
     groups: list[Group]
     keys: dict[Node, tuple[int, int, int]]
@@ -50,7 +51,7 @@ class Plan:
 
 
 def plan_block(block: Any, facts: Facts) -> Plan:
-    """The groups of a block; a lone cheap call is left to the script."""
+    """The groups of a block; a single cheap call is left to the script."""
     while True:
         levels = _Levels(block, facts)
         found = _components(levels)
@@ -78,7 +79,7 @@ class _Levels:
         self.here = set(self.nodes)
         self.level: dict[Node, int] = {}
         self.ordered: list[Node] = []
-        self.before: dict[Node, int] = {}  # how many ordered nodes stand before a node
+        self.before: dict[Node, int] = {}  # the number of ordered nodes before a node
         last, top, top_exposed = _FIRST, _FIRST, _FIRST
         floor, floor_exposed = 0, 0
         for node in self.nodes:
@@ -104,17 +105,17 @@ class _Levels:
                     self.ordered.append(node)
 
     def maker(self, value: Value) -> Fact | None:
-        """What makes a value in this block."""
+        """The fact of the node in this block that makes a value; None if it comes from outside."""
         fact = self.facts.maker.get(value)
         return fact if fact is not None and fact.node in self.here else None
 
     def _depth(self, value: Value) -> int:
-        """The level after which a value is there."""
+        """The level after which a value is available."""
         maker = self.maker(value)
         return _FIRST if maker is None else self.level[maker.node]
 
     def _ready(self, value: Value) -> int:
-        """The least level of a fusible call that reads a value."""
+        """The lowest level of a fusible call that reads a value."""
         maker = self.maker(value)
         if maker is None:
             return 0
@@ -180,7 +181,7 @@ class _Plan:
         return Group(self.levels.level[members[0]], members, list(nodes), list(inputs), [], values, presences)
 
     def _needed_outside(self) -> set[Value]:
-        """Values that are read outside of the group that makes them, or handed out of the block."""
+        """Values that are read outside the group that makes them, or returned from the block."""
         stack: list[Value] = list(self.levels.block.outputs())
         for node in self.levels.nodes:
             if self.facts.of[node].role in (Role.ORDERED, Role.PURE):
@@ -204,7 +205,7 @@ class _Plan:
         return at, level, 0
 
     def _keys(self, by_node: dict[Node, tuple[int, int, int]]) -> dict[Node, tuple[int, int, int]]:
-        """For each node that is no member, its key: after all that it reads, and not before its old place."""
+        """For each node outside groups, its key: after everything it reads, and not before its old position."""
         keys: dict[Node, tuple[int, int, int]] = {}
         number = {n: i for i, n in enumerate(self.levels.ordered)}
         for node in self.levels.nodes:

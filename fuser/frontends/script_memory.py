@@ -1,4 +1,4 @@
-"""Which values of a TorchScript graph may be memory that the graph writes, under whatever name."""
+"""Aliasing in a TorchScript graph: which values may share memory that the graph writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 Node = Any  # torch._C.Node
 Value = Any  # torch._C.Value
 
-# They may give their very input, or a view of it, and no schema says so: torch's alias analysis does not know either.
+# They may return their input, or a view of it, without declaring it: torch's alias analysis does not know that either.
 SILENT = frozenset(
     "aten::type_as aten::dropout aten::feature_dropout aten::alpha_dropout aten::feature_alpha_dropout "
     "aten::atleast_1d aten::atleast_2d aten::atleast_3d aten::sum_to_size aten::to_dense aten::einsum "
@@ -19,7 +19,7 @@ SILENT = frozenset(
     "aten::unsafe_split_with_sizes aten::_cast_Byte aten::_cast_Char aten::_cast_Double aten::_cast_Float "
     "aten::_cast_Half aten::_cast_Int aten::_cast_Long aten::_cast_Short aten::set aten::_foobar".split()
 )
-# Nodes of TorchScript's own whose results are at most the memory of what they read.
+# TorchScript nodes whose results share memory only with what they read.
 _PASSING = frozenset(
     "prim::ListConstruct prim::TupleConstruct prim::TupleUnpack prim::TupleIndex prim::TupleSlice prim::ListUnpack "
     "prim::GetAttr prim::If prim::Loop prim::unchecked_cast prim::NumToTensor".split()
@@ -36,10 +36,10 @@ def every_node(block: Any) -> Iterator[Node]:
 
 
 class Memory:
-    """What may be written of a graph, which stays as it is.
+    """The memory that a graph may write; the graph is not changed.
 
-    torch's alias analysis answers for two values. So that not all pairs are asked, values are first put into parts of
-    the graph between which no memory passes: its analysis never finds an alias between two parts.
+    torch's alias analysis answers for pairs of values. To avoid a query for every pair, values are first divided into
+    parts of the graph between which no memory passes: its analysis never finds an alias between two parts.
     """
 
     def __init__(self, graph: Any) -> None:
@@ -47,12 +47,12 @@ class Memory:
         self._exposed: dict[Value, bool] = {}
         nodes = list(every_node(graph))
         self._parts = _Parts(graph, nodes)
-        self._silent: dict[Value, list[Value]] = {}  # by part: values written in silence
+        self._silent: dict[Value, list[Value]] = {}  # by part: values whose write the schema does not declare
         self._find_silent(nodes)
 
     @property
     def is_silent(self) -> bool:
-        """Whether any memory is written under a name that the graph's alias analysis takes for another memory."""
+        """Whether memory is written through a value that the graph's alias analysis takes for other memory."""
         return bool(self._silent)
 
     def is_exposed(self, value: Value) -> bool:
@@ -68,7 +68,8 @@ class Memory:
 
     def _find_silent(self, nodes: list[Node]) -> None:
         pairs = [[*n.inputs(), *n.outputs()] for n in nodes if n.kind() in SILENT]
-        # A loop that makes no turn gives what it was given; torch's analysis takes its results for those of a turn.
+        # A loop without iterations returns its inputs; torch's analysis assumes that its results are those of an
+        # iteration.
         pairs += [list(p) for n in nodes if n.kind() == "prim::Loop" for p in zip([*n.inputs()][2:], n.outputs())]
         pairs = [[v for v in pair if "Tensor" in v.type().str()] for pair in pairs]
         more = pairs
@@ -80,11 +81,11 @@ class Memory:
 
 
 class _Parts:
-    """Values by the part of a graph to which they belong."""
+    """The part of a graph to which each value belongs."""
 
     def __init__(self, graph: Any, nodes: Iterable[Node]) -> None:
         self._parent: dict[Value, Value] = {}
-        self._unknown: Value = None  # stands for memory of which nothing is known: that of all inputs among it
+        self._unknown: Value = None  # represents unknown memory, including that of all inputs
         self._join([self._unknown, *graph.inputs()])
         for node in nodes:
             kind = node.kind()
@@ -97,7 +98,7 @@ class _Parts:
                 self._join([*([self._unknown] if unknown else []), *around] if passes else [])
 
     def of(self, value: Value) -> Value:
-        """A value that stands for the part of another."""
+        """The value that represents the part of another value."""
         while (above := self._parent.get(value, value)) is not value:
             self._parent[value] = self._parent.get(above, above)
             value = above
@@ -113,11 +114,11 @@ class _Parts:
 
 @functools.cache
 def _memory_of(schema: str) -> tuple[bool, bool]:
-    """Whether an operator's results may be memory that it reads, and whether that may be any memory."""
+    """(whether an operator's results may share memory with what it reads, whether with any memory)."""
     if schema == "(no schema)":
         return True, True
     parsed = torch._C.parse_schema(schema)
-    if any(r.type.kind() not in _NO_MEMORY | {"TensorType"} for r in parsed.returns):  # a list, of anything
+    if any(r.type.kind() not in _NO_MEMORY | {"TensorType"} for r in parsed.returns):  # a list of any type
         return True, True
     named = [a.alias_info for a in (*parsed.arguments, *parsed.returns) if a.alias_info is not None]
     return bool(named), any("*" in {*i.before_set, *i.after_set} for i in named)

@@ -1,4 +1,4 @@
-"""What each node of a TorchScript graph is to its fusion: part of a kernel, free inside one, or left to the script."""
+"""The role of each node of a TorchScript graph in its fusion: in a kernel, free inside one, or left to the script."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ Value = Any  # torch._C.Value
 
 
 class Role(enum.Enum):
-    """The part that a node plays."""
+    """The role of a node."""
 
     COMPUTE = "compute"  # may be fused
     FREE = "free"  # a view, a size, a list: copied into each group that reads it
     PURE = "pure"  # never part of a group; runs anywhere between its inputs and its readers
-    ORDERED = "ordered"  # runs where it stands
+    ORDERED = "ordered"  # keeps its position
 
 
 @dataclass
 class Fact:
-    """One node: its role, why it is not fused, and what it must not change places with.
+    """One node: its role, why it is not fused, and what it must not be reordered with.
 
-    `leaves` are the values that a group with this node is given; `copies` the free nodes between, in order. `exposed`:
-    it reads or gives memory that the graph writes somewhere; `writes`: it writes memory; `raises`: it may stop the
-    script; `fence`: nothing moves across it.
+    `leaves` are the values that a group with this node takes as inputs; `copies` the free nodes between, in order.
+    `exposed`: it reads or returns memory that the graph writes somewhere; `writes`: it writes memory; `raises`: it may
+    raise; `fence`: nothing moves across it.
     """
 
     node: Node
@@ -54,7 +54,7 @@ class Fact:
     fence: bool = False
     operators: tuple[str, ...] = ()
     values: tuple[Value, ...] = ()  # leaves whose values decide its code
-    presences: tuple[Value, ...] = ()  # leaves that may be None, which decides it too
+    presences: tuple[Value, ...] = ()  # leaves that may be None, which also decides it
 
 
 PASSED = frozenset({"TensorType", "IntType", "FloatType", "BoolType", "NumberType"})  # kinds of values a group takes
@@ -62,7 +62,7 @@ _NUMBERS = PASSED - {"TensorType"}
 _METADATA = frozenset({"aten::size", "prim::dtype", "prim::device", "prim::layout", "prim::NumToTensor"})
 _STRUCTURE = frozenset({"prim::ListConstruct", "prim::ListUnpack", "aten::__getitem__", "aten::len", "aten::slice"})
 _ARITHMETIC = frozenset({"aten::add", "aten::sub", "aten::mul", "aten::floordiv", "aten::neg"})
-# They give numbers, tuples or attributes, write nothing and never raise.
+# They return numbers, tuples or attributes, write nothing and never raise.
 _PURE = frozenset(
     "prim::TupleConstruct prim::TupleUnpack prim::ListConstruct prim::Uninitialized prim::unchecked_cast "
     "prim::is_cuda prim::is_cpu prim::dtype prim::device aten::dim aten::numel aten::len aten::size "
@@ -70,7 +70,7 @@ _PURE = frozenset(
     "aten::eq aten::ne aten::lt aten::le aten::gt aten::ge aten::Float aten::ScalarImplicit prim::NumToTensor".split()
 )
 _PURE_OF_NUMBERS = frozenset("aten::div aten::pow aten::max aten::min aten::sqrt aten::exp aten::log".split())
-_OPEN = frozenset({"Tensor", "SymInt", "Scalar", "number", "float"})  # arguments that leave code as it is
+_OPEN = frozenset({"Tensor", "SymInt", "Scalar", "number", "float"})  # types of arguments that do not decide code
 _OPTIONAL = frozenset({"Tensor?", "int?", "float?", "bool?"})  # types of arguments that may be None
 _DECISIVE = frozenset({"int", "bool", "float", "str", "int[]", "int?", "float?", "bool?", "str?", "int[]?"})
 _CREATION = frozenset("aten.full aten.zeros aten.ones aten.arange aten.scalar_tensor".split())
@@ -88,21 +88,21 @@ _RESHAPING_NODES = frozenset(f"aten::{n}" for n in _RESHAPING)
 
 @dataclass
 class Facts:
-    """What is known of a graph before anything in it changes."""
+    """The facts of a graph before anything in it changes."""
 
     graph: Any
     of: dict[Node, Fact] = field(default_factory=dict)
     maker: dict[Value, Fact] = field(default_factory=dict)
 
     def refuse(self, node: Node, reason: str) -> None:
-        """Leave a node to the script after all."""
+        """Leave a node to the script."""
         fact = self.of[node]
         fact.role, fact.reason, fact.leaves, fact.copies = Role.ORDERED, reason, (), ()
         fact.values, fact.presences = (), ()
 
 
 def read_by(node: Node) -> list[Value]:
-    """The values that a node reads, those of the blocks inside it among them."""
+    """The values that a node reads, including those read in its blocks."""
     found = list(node.inputs())
     for block in node.blocks():
         for inner in block.nodes():
@@ -112,12 +112,12 @@ def read_by(node: Node) -> list[Value]:
 
 
 def study(graph: Any) -> Facts:
-    """The facts of every node of a graph, which stays as it is."""
+    """The facts of every node of a graph; the graph is not changed."""
     return _Study(graph).facts
 
 
 class _Study:
-    """Translates the graph node by node, as far as a translator goes, and asks of each call whether it can be fused."""
+    """Translates the graph node by node, as far as possible, and decides for each call whether it can be fused."""
 
     def __init__(self, graph: Any) -> None:
         self.facts = Facts(graph)
@@ -133,7 +133,7 @@ class _Study:
             self.translator.input("v", value)
 
     def _block(self, block: Any) -> Fact:
-        """The facts of a block's nodes; what the block as a whole must not change places with."""
+        """Determine the facts of a block's nodes; returns what the whole block must not be reordered with."""
         whole = Fact(None, Role.ORDERED)
         for node in block.nodes():
             fact = self._node(node)
@@ -221,7 +221,8 @@ class _Study:
         return self._checked(fact, exposed)
 
     def _decided(self, node: Node, fact: Fact) -> str | None:
-        """Note the leaves whose values decide a call's code, such as a dim. Else why that cannot be."""
+        """Note the leaves whose values decide a call's code, such as a dim. Returns the reason if that is not
+        possible, else None."""
         values, presences = dict.fromkeys(fact.values), dict.fromkeys(fact.presences)
         for argument, value in zip(torch._C.parse_schema(node.schema()).arguments, node.inputs(), strict=True):
             maker = self.facts.maker.get(value)
@@ -239,7 +240,7 @@ class _Study:
         return None
 
     def _checked(self, fact: Fact, exposed: bool) -> Fact:
-        """The fact, unless a group could not be given what the node reads or must not have it twice."""
+        """The fact; an unfused one if a group cannot take what the node reads, or must not contain it."""
         node = fact.node
         special = (*fact.values, *(v for v in fact.presences if v.type().str() in _OPTIONAL))
         strange = next((v for v in fact.leaves if v.type().kind() not in PASSED and v not in special), None)
@@ -265,7 +266,7 @@ class _Study:
         return Fact(node, Role.PURE if movable else Role.ORDERED, reason)
 
     def _free(self, node: Node) -> Fact:
-        """A free node, with all that it needs."""
+        """The fact of a free node, with all its leaves and copies."""
         leaves: dict[Value, None] = {}
         copies: dict[Node, None] = {}
         values: dict[Value, None] = {}
@@ -295,7 +296,7 @@ def _after(graph: fx.Graph, before: fx.Node | None) -> list[fx.Node]:
 
 
 def _element(kind: Any) -> str:
-    """The name of a schema's type without what makes it a list or optional."""
+    """The name of a schema type without its list and optional parts."""
     text: str = kind.str()
     return text.split("[")[0].rstrip("?")
 
@@ -309,7 +310,7 @@ def _gives_tensor(node: Node) -> bool:
 
 
 def _is_number_arithmetic(node: Node) -> bool:
-    """Whether a node computes with numbers and cannot raise: a division by zero is infinite, a power may be refused."""
+    """Whether a node computes with numbers and cannot raise: a division by zero gives infinity, some powers raise."""
     if node.kind() not in _PURE_OF_NUMBERS or not _kinds([*node.inputs(), *node.outputs()]) <= _NUMBERS:
         return False
     exponent = node.inputsAt(1).toIValue() if node.kind() == "aten::pow" else 1
@@ -317,7 +318,7 @@ def _is_number_arithmetic(node: Node) -> bool:
 
 
 def _takes_data(node: Node) -> bool:
-    """Whether a number is read from a tensor's data."""
+    """Whether a node reads a number from a tensor's data."""
     reads = node.kind() in ("aten::Float", "aten::ScalarImplicit", "aten::eq", "aten::ne", "aten::lt", "aten::gt")
     return reads and "TensorType" in _kinds(node.inputs()) | _kinds(node.outputs())
 

@@ -1,4 +1,5 @@
-"""Operators by which TorchScript calls registered fusions: exact schemas, run by the native launcher or the handle."""
+"""Operators through which TorchScript calls registered fusions: exact schemas, run by the native launcher or the
+handle."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ Handle = Callable[..., Any]
 
 
 class Operator:
-    """An operator that runs the fusion `key`. It leaves torch's tables when nobody holds this object any more.
+    """An operator that runs the fusion `key`. It is removed from torch's tables when nothing references this object.
 
-    `number` is its last argument where the native launcher implements it, else None: see `native/scripted.h`.
+    `number` is its last argument if the native launcher implements it, else None: see `native/scripted.h`.
     """
 
     def __init__(self, key: int, handle: Handle, name: str, arguments: tuple[str, ...], results: int) -> None:
@@ -59,7 +60,7 @@ class _Native:
         self._library = ctypes.c_void_p()
 
     def register(self, name: str) -> None:
-        """Have torch run the operator `name` by it. RuntimeError if torch does not want to."""
+        """Register this implementation of the operator `name` with torch. RuntimeError if torch refuses it."""
         functions = _torch_functions()
         assert functions is not None
         init, implement, _ = functions
@@ -68,7 +69,7 @@ class _Native:
             raise RuntimeError(f"torch does not take an implementation of {NAMESPACE}::{name}")
 
     def leave(self) -> None:
-        """Take it back."""
+        """Remove the registration."""
         functions = _torch_functions()
         if functions is not None and self._library:
             functions[2](self._library)
@@ -86,7 +87,8 @@ def _native_part(handle: Handle, arguments: tuple[str, ...], results: int) -> _N
 
 @functools.cache
 def _torch_functions() -> tuple[Any, Any, Any] | None:
-    """Functions of torch's stable interface: a library of implementations made, one added, the library deleted."""
+    """Functions of torch's stable interface: create a library of implementations, add one, delete the library; else
+    None."""
     names = ("aoti_torch_library_init_impl", "aoti_torch_library_impl", "aoti_torch_delete_library_object")
     addresses = [a for a in (symbol("libtorch_cpu.so", name) for name in names) if a is not None]
     if len(addresses) < len(names):
@@ -99,7 +101,7 @@ def _torch_functions() -> tuple[Any, Any, Any] | None:
 
 @functools.cache
 def _is_usable(launcher: Any) -> bool:
-    """Whether torch has the functions, and they and the launcher agree on what a tensor is."""
+    """Whether torch has the functions, and they and the launcher agree on the layout of tensors."""
     if _torch_functions() is None or not hasattr(launcher, "scripted"):
         return False
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -108,14 +110,15 @@ def _is_usable(launcher: Any) -> bool:
     return all(launcher.reads_alike(t) for t in samples)
 
 
-# -- all of them -------------------------------------------------------------------------------------------------------
+# -- all operators
+# -----------------------------------------------------------------------------------------------------
 _lock = forks.lock()
 _known: weakref.WeakValueDictionary[tuple[int, tuple[str, ...], int], Operator] = weakref.WeakValueDictionary()
 _made = 0
 
 
 def operator_for(key: int, handle: Handle, arguments: tuple[str, ...], results: int) -> Operator:
-    """The operator that runs a registered fusion for arguments of these types. It holds the fusion."""
+    """The operator that runs a registered fusion for arguments of these types. It keeps the fusion alive."""
     global _made
     with _lock:
         found = _known.get((key, arguments, results))

@@ -1,6 +1,6 @@
-"""Large products of a script by oneDNN, as `passes/onednn.py` has them in compiled graphs; small ones stay as they are.
+"""Large products of a script on oneDNN, as `passes/onednn.py` does in compiled graphs; small ones are unchanged.
 
-A product becomes a branch on the sizes of its operands, which the interpreter takes in less than a microsecond.
+A product becomes a branch on its operands' sizes, which takes the interpreter less than a microsecond.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fuser.passes.onednn import chosen, fits
 from fuser.passes.providers import ONEDNN, linear_op
 from fuser.runtime.torch_abi import plain_context, plain_tensor
 
-_LEAST = 1 << 29  # elements of one operand times those of the other, below which the operator is not asked
+_LEAST = 1 << 29  # elements of one operand times those of the other, below which oneDNN is not tried
 _PRODUCTS = {"aten::mm": "mm", "aten::linear": "linear"}
 
 
@@ -35,7 +35,7 @@ def mm(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _op_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    """oneDNN's operator if it takes these tensors and is worth it, else None."""
+    """oneDNN's operator if it accepts these tensors and pays, else None."""
     given = [t for t in (x, weight, bias) if t is not None]
     if config.linear_backend == "aten" or config.numerics == "eager" or not config.enabled:
         return None
@@ -65,7 +65,7 @@ def _library() -> Any:
 
 
 def divert_products(graph: Any) -> None:
-    """Have oneDNN make the large products of a graph."""
+    """Let oneDNN compute the large products of a graph."""
     found = [n for n in every_node(graph) if n.kind() in _PRODUCTS]
     if not found or linear_op() is None:
         return

@@ -1,6 +1,6 @@
 """Groups whose code depends on values of a call: a dim, a dtype, a flag, whether an optional argument is None.
 
-Such a group is registered anew for each of a few combinations of values; calls with others run its graph on ATen.
+Such a group is registered for each of a few combinations of values; calls with other values run its graph on ATen.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Group = fx.Graph | fx.GraphModule
 class Specialised:
     """Runs a group for the values of a call. `held` is the registration of `template`, in which nothing is constant.
 
-    `by_value` and `by_presence` are positions of arguments: of those that are constants of each graph that `register`
-    is given, and of those that are constants of it only if they are None.
+    `by_value` and `by_presence` are positions of arguments: the former are constants of each graph that `register`
+    gets, the latter only if they are None.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Specialised:
         self._made: dict[Any, tuple[Function, Function | None]] = {}
         self._lock = forks.lock()
         self.keys: dict[Any, int] = {}  # of the registrations, by values
-        self.reasons: dict[str, int] = {}  # why calls ran on ATen, with how many combinations of values
+        self.reasons: dict[str, int] = {}  # why calls ran on ATen, with the number of combinations of values
 
     def __call__(self, *args: Any) -> Any:
         word = self._word(args)
@@ -47,7 +47,7 @@ class Specialised:
         return function(*args) if chosen is None else function(*chosen(args))
 
     def _word(self, args: Sequence[Any]) -> Any:
-        """What the graph for a call depends on."""
+        """The key of the graph for a call."""
         values = [args[i] for i in self._by_value]
         plain = tuple(tuple(v) if isinstance(v, list) else repr(v) if isinstance(v, float) else v for v in values)
         return plain + tuple(args[i] is None for i in self._by_presence)
@@ -61,7 +61,7 @@ class Specialised:
             known = {i: args[i] for i in self._by_value} | {i: None for i in self._by_presence if args[i] is None}
             try:
                 key, handle = self._register(with_values(self._template, known))
-            except Exception as e:  # the values are not for a kernel; ATen says so if they are for nothing
+            except Exception as e:  # the values do not suit a kernel; ATen reports invalid ones
                 made = self._on_aten(f"{type(e).__name__}: {(str(e).strip() or '.').splitlines()[0]}")
                 if len(self._made) < 8 * MOST:
                     self._made[word] = made
@@ -104,7 +104,7 @@ def with_values(template: fx.GraphModule, known: Mapping[int, Any]) -> Group:
 
 
 def _enumerated(target: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with the dtypes and the like that TorchScript has as numbers."""
+    """Arguments in which dtypes and the like, numbers in TorchScript, are torch objects."""
     kinds = {a.name: str(a.real_type) for a in target._schema.arguments}
     positional = tuple(enumerated(kind, a) for kind, a in zip(kinds.values(), args, strict=False))
     return positional, {n: enumerated(kinds[n], a) for n, a in kwargs.items()}

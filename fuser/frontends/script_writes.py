@@ -1,9 +1,9 @@
-"""Writes in place of a TorchScript graph that nobody sees under another name: they become operators that give tensors.
+"""In-place writes of a TorchScript graph that no alias observes become operators that return new tensors.
 
-Torch's pass for that forgets what a write is besides: the result keeps the dtype and the size of what is written. So
-the operators of the pass are remembered. In a group their result becomes a copy in that dtype and size, which costs a
-kernel nothing; what is left to the script writes a copy there. A write that eager refuses, of floats into integers, is
-rounded in a group.
+Torch's pass for that loses a property of writes: the result keeps the dtype and size of the written tensor. So the
+operators made by the pass are remembered. In a group their result is copied to that dtype and size, which is free in a
+kernel; operators left to the script write into a copy. A write that eager refuses, of floats into integers, is rounded
+in a group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx
 from fuser.frontends.script_memory import every_node
 
 Writes = frozenset[Any]  # torch._C.Node
-# They give the dtype and the size that they are given, or raise in place and otherwise alike.
+# They keep the dtype and size of their input, or raise just as in place.
 _ALIKE = frozenset(
     "aten::relu aten::relu6 aten::hardtanh aten::leaky_relu aten::elu aten::celu aten::selu aten::silu aten::mish "
     "aten::hardswish aten::hardsigmoid aten::neg aten::zeros_like aten::full_like aten::tril aten::triu".split()
@@ -24,7 +24,8 @@ _ALIKE = frozenset(
 
 
 def without_writes(graph: Any) -> Writes:
-    """Remove the writes of a graph, as far as torch does. The operators of which more than the value has to be kept."""
+    """Remove the writes of a graph as far as torch's pass does. Returns the operators whose dtype and size have to be
+    kept."""
     before = set(every_node(graph))
     torch._C._jit_pass_remove_mutation(graph)
     return frozenset(n for n in every_node(graph) if n not in before and n.kind() not in _ALIKE and _in_place(n))
@@ -35,13 +36,13 @@ def _in_place(node: Any) -> bool:
 
 
 def written_copy(graph: fx.Graph, before: Any, result: Any) -> Any:
-    """What a write of `result` leaves of `before`: its dtype and size. `aten.copy` has no gradient."""
+    """The tensor `before` after a write of `result`: its dtype and size are kept. `aten.copy` has no gradient."""
     cast = graph.call_function(torch.ops.aten.type_as.default, (result, before))
     return graph.call_function(torch.ops.aten.expand_as.default, (cast, before))
 
 
 def write_again(graph: Any, written: Writes) -> None:
-    """Have the operators that no group has taken write a copy."""
+    """Let the operators outside groups write into a copy."""
     for node in list(every_node(graph)) if written else ():
         if node in written:
             with graph.insert_point_guard(node):

@@ -1,8 +1,9 @@
-"""The outer program as data for the native launcher: a sequence of steps, run without Python between two of them.
+"""The outer program as data for the native launcher: a sequence of steps, run without Python in between.
 
 A step launches a group's kernel, makes a view, calls a matrix product or attention of ATen through torch's C shim, or
 calls a Python function (`native/sequence.h`). Views that only kernels and these calls read are no tensors at all.
-What the sequence may not run natively (a mode, a profiler, a tensor subclass) runs the program's generated function.
+Where a sequence may not run natively (under a mode, a profiler, a tensor subclass), the program's generated function
+runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fuser.runtime import launcher, torch_abi
 
 aten = torch.ops.aten
 LAUNCH, VIEW, PRODUCT, ATTENTION, PYTHON, CONSTANT = range(6)  # Step::Kind of native/sequence_steps.h
-_NONE = -1  # the slot of a result that nobody reads
+_NONE = -1  # the slot of an unused result
 _PRODUCTS: dict[Any, str] = {
     aten.mm.default: "mm", aten.bmm.default: "bmm", aten.addmm.default: "addmm", aten.baddbmm.default: "baddbmm",
 }  # fmt: skip
@@ -32,8 +33,8 @@ _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def are_possible() -> bool:
-    """Whether the native launcher is ready and has sequences, and torch's shim says of tensors what DLPack says."""
-    launcher.prepare()  # a graph without groups has no handle that would have
+    """Whether the native launcher is ready and has sequences, and torch's shim and DLPack agree about tensors."""
+    launcher.prepare()  # a graph without groups has no handle that would have done so
     native = launcher.native()
     return native is not None and _has_sequences(native)
 
@@ -54,9 +55,9 @@ def make(
     statements: Sequence[Statement], placeholders: Sequence[fx.Node], results: Sequence[Any], calls: Any,
     slow: Callable[..., Any], boxed: bool,
 ) -> Any:  # fmt: skip
-    """The sequence of a program's statements, which gives `results` as a tuple; `slow` is its generated function.
+    """The sequence of a program's statements, which returns `results` as a tuple; `slow` is its generated function.
 
-    `boxed`: it takes its inputs as one list. `calls` is the program, which says what a statement calls.
+    `boxed`: it takes its inputs as one list. `calls` is the program, which gives the call of each statement.
     """
     native: Any = launcher.native()
     return native.Sequence(slow, boxed, len(placeholders), *_Builder(statements, placeholders, results, calls).built())
@@ -72,11 +73,11 @@ class _Builder:
         self.placeholders, self.results = tuple(placeholders), tuple(results)
         self.kept = {r for r in results if isinstance(r, fx.Node)}
         self.real = self._real()
-        self.views: dict[fx.Node, tuple[fx.Node, Geometry]] = {}  # native ones: root, where it lies in that
-        self.items: dict[fx.Node, dict[Any, fx.Node]] = {}  # a call with several results: the reader of each, by number
-        self.effects: set[fx.Node] = set()  # calls under `with_effects` that call the operator itself
-        self.tokens: dict[Any, Any] = {}  # what each gives beside its results: the token that the first was given
-        self.skipped: set[fx.Node] = set()  # no steps
+        self.views: dict[fx.Node, tuple[fx.Node, Geometry]] = {}  # native views: their root and geometry
+        self.items: dict[fx.Node, dict[Any, fx.Node]] = {}  # calls with several results: the reader of each, by index
+        self.effects: set[fx.Node] = set()  # calls under `with_effects` that are calls of the operator itself
+        self.tokens: dict[Any, Any] = {}  # the token that replaces each call's token: the one it was given
+        self.skipped: set[fx.Node] = set()  # nodes without steps
         for s in statements:
             if s.node is not None:
                 self._look_at(s.node)
@@ -86,12 +87,12 @@ class _Builder:
         self.free = [self.slots[p] for p in self.unused]
         self.count = len(placeholders)
 
-    # What may be native.
+    # Which nodes may be native.
 
     def _real(self) -> set[fx.Node]:
-        """Nodes that have to be tensors of ATen's: results, what is written, and what those are views of.
+        """Nodes that have to be ATen tensors: results, written tensors, and the bases of these if they are views.
 
-        Autograd counts writes through the views that it knows of.
+        Autograd counts writes only through views that it knows.
         """
         found: set[fx.Node] = set()
         for node in [*self.kept, *(w for s in self.statements for w in s.written)]:
@@ -117,14 +118,14 @@ class _Builder:
                 self.views[node] = root, found
 
     def _take_apart(self, node: fx.Node, readers: Iterable[fx.Node], count: int, first: int = 0) -> None:
-        """Have each result of a call go to its own slot, if it is read as such alone; they begin with item `first`."""
+        """Give each result of a call a slot of its own, if only its items are read; they start with item `first`."""
         found = {r.args[1] - first: r for r in readers if r.target is operator.getitem and type(r.args[1]) is int}
         if len(found) == len(list(readers)) and set(found) <= set(range(count)):
             self.items[node] = found
             self.skipped.update(readers)
 
     def _look_at_effect(self, node: fx.Node) -> None:
-        """Statements have an order without tokens: the operator itself is called, and its token is the one before."""
+        """Replace a call with an effect by a call of the operator: statements are ordered without tokens."""
         tokens = [r for r in node.users if r.target is operator.getitem and r.args[1] == 0]
         operator_called: Any = node.args[1]
         self._take_apart(node, [r for r in node.users if r not in tokens], _results_of(operator_called), 1)
@@ -134,13 +135,14 @@ class _Builder:
             self.tokens.update(dict.fromkeys(tokens, self._origin(node.args[0])))
 
     def _origin(self, value: Any) -> Any:
-        """A value, or of a token that no step makes the one that it stands for: an input, or None."""
+        """A value; for a token that no step makes, the value that it stands for: an input, or None."""
         return self.tokens.get(value, value) if isinstance(value, fx.Node) else value
 
     # Lifetimes and slots.
 
     def _lifetimes(self) -> tuple[dict[int, list[fx.Node]], list[fx.Node]]:
-        """What each statement is the last to read, and inputs that none reads. A view keeps its root alive."""
+        """The values that each statement is the last to read, and inputs that none reads. A view keeps its root
+        alive."""
         last: dict[fx.Node, int] = {}
         for i, s in enumerate(self.statements):
             if s.node in self.skipped:
@@ -160,7 +162,7 @@ class _Builder:
         return dead, [p for p in self.placeholders if p not in self.read]
 
     def _slot(self, node: fx.Node) -> int:
-        """A new slot for what a statement defines."""
+        """A new slot for a value that a statement defines."""
         if node not in self.read:
             return _NONE
         if self.free:
@@ -173,7 +175,7 @@ class _Builder:
     # Steps.
 
     def built(self) -> tuple[int, tuple[Any, ...], tuple[Any, ...], tuple[int, ...]]:
-        """Number of slots, steps, results, inputs that no step reads."""
+        """The number of slots, the steps, the results, and the inputs that no step reads."""
         heapq.heapify(self.free)
         steps = []
         unused = tuple(self.slots[p] for p in self.unused)
@@ -226,7 +228,7 @@ class _Builder:
         return kind, call, arguments, names, (self._slot(node),), False, special
 
     def _special(self, node: fx.Node) -> tuple[int, tuple[Any, ...]]:
-        """The kind of a call with one result, and what the launcher needs beside its arguments."""
+        """The kind of a call with one result, and the launcher's data beside its arguments."""
         if node in self.views:
             root, where = self.views[node]
             expected = _geometry(root.meta.get("val"))
@@ -242,7 +244,7 @@ class _Builder:
 
 @functools.cache
 def _results_of(target: Any) -> int:
-    """How many results an operator has that are known before it runs; 1 for what is no operator."""
+    """The number of results of an operator, as far as known before it runs; 1 for other functions."""
     return len(target._schema.returns) if isinstance(target, torch._ops.OpOverload) else 1
 
 
@@ -252,14 +254,14 @@ def _is_native_attention(node: fx.Node) -> bool:
 
 
 def _attention(node: fx.Node) -> tuple[float, ...]:
-    """The dropout of an attention, whether it is causal, and its scale, or nan."""
+    """Dropout, causality and scale (nan if none) of an attention."""
     given: list[Any] = [*node.args[3:], *(0.0, False)[len(node.args) - 3 :]]
     scale: Any = node.kwargs.get("scale")
     return float(given[0]), float(given[1]), float("nan") if scale is None else float(scale)
 
 
 def _geometry(value: Any) -> Geometry | None:
-    """Where a traced value lies, if its sizes are known; what a call brings is compared with it."""
+    """The traced geometry of a value if its sizes are known, else None; calls are compared with it."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     sizes, strides = tuple(value.shape), tuple(value.stride())

@@ -1,10 +1,10 @@
-"""A thin road for gradients: one autograd node whose forward and backward are the graph's own programs.
+"""Thin autograd nodes: one node whose forward and backward are the graph's own programs.
 
-AOTAutograd's wrappers cost more than the kernels of a small graph. Where its analysis finds nothing for them to do (no
-alias, no written input, no subclass, no state of random numbers), later calls go to a node of our own. The first call
-goes through AOTAutograd, which builds its own class of autograd function. The node's class derives from it, so that
-compiled autograd finds what it looks for, and the first backward is compiled by it, under the contexts that belong to
-that. Tensors are saved by autograd's own means: hooks, version checks and errors are eager's.
+AOTAutograd's wrappers cost more than the kernels of a small graph. If its analysis finds nothing for them to do (no
+alias, no written input, no subclass, no random state), later calls use a node of our own. The first call goes through
+AOTAutograd, which builds its class of autograd function. The node's class derives from it, so that compiled autograd
+finds the attributes it expects, and AOTAutograd compiles the first backward, under its own contexts. Tensors are saved
+by autograd's own means: hooks, version checks and errors are eager's.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from fuser.runtime.memory import Tally
 
 Function = Callable[..., Any]
 _C: Any = torch._C
-_ATTEMPTS = 8  # first calls that may end without a node of AOTAutograd's, as calls with fake tensors do
-_BOXED = bool(hasattr(AutogradFunction, "boxed_grads_call"))  # the engine gives gradients as one list, to be emptied
+_ATTEMPTS = 8  # first calls that may end without AOTAutograd's node, such as calls with fake tensors
+_BOXED = bool(hasattr(AutogradFunction, "boxed_grads_call"))  # the engine passes gradients as one list, to be emptied
 
 
 def thin(
     general: Function, gm: fx.GraphModule, steps: Training, repeats: bool, replay: Replay | None, by_eager: Tally
 ) -> Function:
-    """`general`, the function of AOTAutograd's wrappers, for a first call; the thin node after it.
+    """A function that runs `general`, AOTAutograd's wrappers, for a first call, and the thin node after it.
 
-    `repeats`: `gm` may run a second time in eager after an error; `replay`: how it does for the gradient of a gradient.
+    `repeats`: `gm` may run a second time in eager after an error; `replay`: its second run for the gradient of a
+    gradient.
     The graph must have passed `dynamo.why_wrapped`.
     """
     apply: Function | None = None
@@ -62,7 +63,7 @@ def thin(
         try:
             if is_grad_enabled():
                 return apply(*args)
-            with torch.enable_grad():  # the program enables gradients itself, in a region without
+            with torch.enable_grad():  # the program enables gradients itself, inside a no-grad region
                 return apply(*args)
         except OF_OPERATORS as error:
             if not repeats:
@@ -73,7 +74,7 @@ def thin(
 
 
 def _class_of(results: Any) -> Any:
-    """AOTAutograd's class of the function that gave these results; None if none did."""
+    """AOTAutograd's class of the autograd function that returned these results; None if there is none."""
     for r in results if isinstance(results, (tuple, list)) else ():
         made_by = getattr(type(getattr(r, "grad_fn", None)), "_forward_cls", None)
         if hasattr(made_by, "compiled_fw"):
@@ -82,7 +83,7 @@ def _class_of(results: Any) -> Any:
 
 
 class _Node:
-    """Builds the class of one graph's autograd function. `apply` is its C function, without Python's before it."""
+    """Builds the autograd function class of one graph. `apply` is its C function, without Python's wrapper."""
 
     def __init__(self, made_by: Any, steps: Training, forward: Compiled, replay: Replay | None) -> None:
         self.steps, self.replay = steps, replay
@@ -105,14 +106,14 @@ class _Node:
 
     @staticmethod
     def of(made_by: Any, steps: Training, replay: Replay | None) -> _Node | None:
-        """The node for AOTAutograd's class; None where that has something else to do at a call."""
+        """The node for AOTAutograd's class; None if that class has other work to do at a call."""
         forward = steps.compiled.get("forward")
         meta = getattr(made_by, "metadata", None)
         if forward is None or forward.program is None or meta is None or not _is_known(made_by, meta):
             return None
         try:
             node = _Node(made_by, steps, forward, replay)
-        except (AttributeError, TypeError):  # another form than those known
+        except (AttributeError, TypeError):  # an unknown form of class
             return None
         order = [*node.saved, *node.sizes]
         fits = list(forward.program.results[len(node.returned) :]) == order and len(node.differentiated) == len(
@@ -123,7 +124,7 @@ class _Node:
     # The forward.
 
     def _forward(self, program: Program) -> Function:
-        """`forward(ctx, *inputs)`: the program, then what autograd is told."""
+        """`forward(ctx, *inputs)`: run the program, then inform autograd."""
         name = program.spelled
         inputs = [name(p) for p in program.placeholders]
         grouped = {o for plan in program.plan.groups for o in plan.outputs if not is_view(o.target)}
@@ -131,7 +132,7 @@ class _Node:
         if self.replay is not None:
             lines.insert(0, f"CTX.fuser_inputs = {program.bind(self.replay.note, 'seen')}({', '.join(inputs)})")
         written = [inputs[i] for i in self.meta.mutated_graph_handled_indices_seen_by_autograd]
-        if written:  # by kernels, of which autograd hears nothing
+        if written:  # by kernels, which autograd does not see
             counted = program.bind(torch.autograd.graph.increment_version, "count")
             lines.insert(0, f"{counted}(({', '.join(written)},))")
         for i, info in enumerate(self.meta.output_info):
@@ -153,17 +154,17 @@ class _Node:
 
     @staticmethod
     def _run(program: Program, inputs: Sequence[str]) -> list[str]:
-        """Statements that give the results their names."""
+        """Statements that assign the results to their names."""
         sequence = program.sequence(boxed=False)
         if sequence is None or not all(isinstance(r, fx.Node) for r in program.results):
-            return list(program.body[:-1])  # which end with a return
+            return list(program.body[:-1])  # without the return at its end
         names = "".join(program.spelled(r) + ", " for r in program.results)
         return [f"({names}) = {program.bind(sequence, 'sequence')}({', '.join(inputs)})"]
 
     # The backward.
 
     def _take_backward(self, function: Function) -> None:
-        """Have the engine call `function(ctx, gradients)`, which empties the list, on every way to the node."""
+        """Let the engine call `function(ctx, gradients)`, which empties the list, on every path to the node."""
         _leave_to_python(function)
 
         def apply(ctx: Any, *grads: Any) -> Any:
@@ -177,7 +178,7 @@ class _Node:
             self.cls.backward, node.apply = staticmethod(apply), apply
 
     def _first_backward(self, ctx: Any, grads: list[Any]) -> Any:
-        """A backward before ours is known: AOTAutograd compiles it, or has done so meanwhile."""
+        """Run a backward before ours is known: AOTAutograd compiles it, or has done so in the meantime."""
         if self.steps.compiled.get("backward") is None or self.backward_given is None:
             batched = self.replay is not None and any(map(higher_order.is_batched, grads))
             if torch.is_grad_enabled() or _C._are_functorch_transforms_active() or batched:
@@ -193,7 +194,7 @@ class _Node:
         return self.backward_given(ctx, grads)
 
     def _adopt(self) -> None:
-        """Take the backward that was compiled, if its inputs are those that the forward saves."""
+        """Use the compiled backward if its inputs are those that the forward saves."""
         compiled = self.steps.compiled.get("backward")
         if self.backward_given is not None or compiled is None or compiled.program is None:
             return
@@ -208,7 +209,7 @@ class _Node:
         self._take_backward(function)
 
     def _backward(self, program: Program) -> Function:
-        """`backward(ctx, gradients)`: what was saved, the program, the inputs' gradients."""
+        """`backward(ctx, gradients)`: the saved tensors, the program, the gradients of the inputs."""
         name, bind = program.spelled, program.bind
         n, m = len(self.sizes), len(self.sizes) + len(self.saved)
         names = [name(p) for p in program.placeholders]
@@ -242,7 +243,7 @@ class _Node:
         return program.compile_as(["def backward(CTX, GRADS):"], [*lines, *body])
 
     def _is_other(self, bind: Function, number: int, given: str) -> str:
-        """Whether a gradient has another type or layout than it was traced with, as text."""
+        """An expression: whether a gradient has another type or layout than the traced one."""
         form = self.meta.subclass_tangent_meta[number].memory_format
         other = f"type({given}) is not {bind(torch.Tensor, 'tensor')} or "
         if form is None:
@@ -255,7 +256,7 @@ class _Node:
         return other + f"{given}.stride() != {stride} or {given}.shape != {shape}"
 
     def _tangent(self, number: int, given: Any) -> Any:
-        """A gradient as AOTAutograd would hand it to the backward; RuntimeError for a subclass that is none."""
+        """A gradient as AOTAutograd would pass it to the backward; RuntimeError for an unexpected subclass."""
         from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
 
         if _C._functorch.is_legacy_batchedtensor(given):  # `is_grads_batched`: ATen runs the backward, in any layout
@@ -264,7 +265,7 @@ class _Node:
         return found
 
     def _again(self, ctx: Any, grads: list[Any]) -> Any:
-        """A backward that is to be differentiated, or that runs under a transform: eager's, or one that says no."""
+        """Run a backward that is to be differentiated or is under a transform: in eager, or one that raises."""
         if self.replay is not None:
             flat = list(grads)
             grads.clear()
@@ -283,7 +284,7 @@ class _Node:
 
 
 class _Once(AutogradFunction):
-    """The results of a backward as tensors of a graph that cannot be differentiated."""
+    """The results of a backward as tensors whose graph cannot be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Any, run: Function) -> Any:
@@ -299,7 +300,7 @@ class _Once(AutogradFunction):
 
 
 def _unsafe_view(x: torch.Tensor) -> Any:
-    """The same memory as a tensor that autograd takes for no view."""
+    """The same memory as a tensor that autograd does not treat as a view."""
     return torch.ops.aten._unsafe_view(x, x.shape)
 
 
@@ -321,7 +322,7 @@ def _is_differentiated(info: Any) -> bool:
 
 
 def _is_known(made_by: Any, meta: Any) -> bool:
-    """Whether AOTAutograd saves and passes on nothing beside tensors and sizes."""
+    """Whether AOTAutograd saves and passes only tensors and sizes."""
     implemented = getattr(made_by, "_backward_impl", None)
     if implemented is None or list(inspect.signature(implemented).parameters) != ["ctx", "all_args"]:
         return False
@@ -332,7 +333,7 @@ def _is_known(made_by: Any, meta: Any) -> bool:
 
 
 def _leave_to_python(function: Any) -> None:
-    """Have Dynamo trace neither a function nor what it calls: a backward may run behind a graph break."""
+    """Let Dynamo trace neither a function nor its callees: a backward may run after a graph break."""
     from torch._C._dynamo import eval_frame
 
     skip = eval_frame._FrameAction.SKIP

@@ -23,12 +23,12 @@ Scripted = Any  # torch.jit.ScriptFunction or torch.jit.ScriptModule
 _MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 _SAME = {"prim::unchecked_cast", "prim::unchecked_unwrap_optional"}
 _IMPLICIT = {"aten::IntImplicit", "aten::FloatImplicit", "aten::ScalarImplicit"}
-# What a trace does with sizes, as tensors without dimensions.
+# A trace's arithmetic on sizes, which are 0-dim tensors there.
 _OF_SIZES: dict[str, Callable[..., Any]] = {
     **PYTHON, "aten::pow": operator.pow, "aten::floor_divide": operator.floordiv,
     **dict.fromkeys(_SAME | _IMPLICIT, lambda n: n),
 }  # fmt: skip
-# Overloads that Python's operators call. Dynamo keeps a float argument open only in the operator's own form.
+# Overloads that Python's operators call. Dynamo keeps a float argument symbolic only in the operator's own form.
 _SCALAR: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.add.Scalar: operator.add, torch.ops.aten.sub.Scalar: operator.sub,
     torch.ops.aten.mul.Scalar: operator.mul, torch.ops.aten.div.Scalar: operator.truediv,
@@ -38,9 +38,9 @@ _NUMBERS = {"BoolType": bool, "IntType": int, "FloatType": float}
 
 
 def to_fx(scripted: Scripted) -> fx.GraphModule:
-    """The same computation as an FX graph; a module's parameters and buffers are shared, its other attributes are
-    taken as they are now. InputError for what is not TorchScript; GraphError, with the source line, for loops and for
-    branches that depend on inputs: trace the function then, or give the Python function to `torch.compile`.
+    """The same computation as an FX graph. A module's parameters and buffers are shared; its other attributes have
+    their present values. InputError if `scripted` is not TorchScript; GraphError, with the source line, for loops and
+    for branches that depend on inputs: trace the function then, or give the Python function to `torch.compile`.
     """
     if not isinstance(scripted, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
         raise InputError(
@@ -57,31 +57,31 @@ def to_fx(scripted: Scripted) -> fx.GraphModule:
 
 
 def compile_script(scripted: Scripted, **options: Any) -> Callable[..., Any]:
-    """A callable that runs `scripted` in fused groups, the rest by ATen; `options` as `torch.compile` takes them.
+    """A callable that runs `scripted` in fused groups, the rest on ATen; `options` are those of `torch.compile`.
 
-    Raises as `to_fx` does.
+    It raises what `to_fx` raises.
     """
-    from fuser.frontends.dynamo import fuser_backend  # imports Dynamo's parts: only for those who compile
+    from fuser.frontends.dynamo import fuser_backend  # it imports Dynamo's parts, so only for those who compile
 
     compiled: Callable[..., Any] = torch.compile(to_fx(scripted), backend=fuser_backend, **options)
     return compiled
 
 
 class Translator:
-    """Walks a TorchScript graph; `values` are FX nodes, or Python objects that are known already."""
+    """Walks a TorchScript graph; `values` are FX nodes, or Python objects that are already known."""
 
     def __init__(self) -> None:
         self.root = torch.nn.Module()
         self.graph = fx.Graph()
         self.values: dict[Any, Any] = {}
-        self.numbers: dict[Any, Any] = {}  # tensors without dimensions that stand for these numbers
-        self.sizes: set[fx.Node] = set()  # those that give a torch.Size where TorchScript has a list
-        self.owned: dict[int, Any] = {}  # by their id: the lists and dicts that the script made, and may change
+        self.numbers: dict[Any, Any] = {}  # 0-dim tensors that represent these numbers
+        self.sizes: set[fx.Node] = set()  # nodes that give a torch.Size where TorchScript has a list
+        self.owned: dict[int, Any] = {}  # by id: the lists and dicts that the script made, and may change
         self.tuples: set[type] = set()  # the named tuples among results
         self.line = ""  # the last source line seen
 
     def placeholders(self, scripted: Scripted) -> tuple[fx.Node, ...]:
-        """One for each argument, with its name and its default."""
+        """A placeholder for each argument, with its name and its default."""
         of_module = isinstance(scripted, torch.jit.ScriptModule)
         schema = scripted.forward.schema if of_module else scripted.schema
         made = []
@@ -91,7 +91,7 @@ class Translator:
         return tuple(made)
 
     def whole(self, scripted: Scripted, inputs: tuple[Any, ...]) -> Any:
-        """The results of a function, or of a module between its hooks."""
+        """The results of a function, or of a module with its hooks."""
         if not isinstance(scripted, torch.jit.ScriptModule):
             return self.inlined(scripted.inlined_graph, inputs)
         hook: Any
@@ -116,16 +116,16 @@ class Translator:
         return results[0] if len(results) == 1 else results
 
     def value(self, v: Any) -> Any:
-        """What stands for a TorchScript value."""
+        """The FX node or Python object of a TorchScript value."""
         if v not in self.values:
             make, number = torch.ops.aten.scalar_tensor.default, self.numbers[v]
-            like = {"dtype": v.type().dtype() or torch.int64}  # a trace records it
+            like = {"dtype": v.type().dtype() or torch.int64}  # a trace records the dtype
             known = not isinstance(number, fx.Node)
             self.values[v] = make(number, **like) if known else self.graph.call_function(make, (number,), like)
         return self.values[v]
 
     def listed(self, value: Any, kind: Any) -> Any:
-        """A result, with a list where its type has one."""
+        """A result, converted to a list if its type is one."""
         if isinstance(value, fx.Node):
             return self.graph.call_function(list, (value,)) if value in self.sizes else value
         if isinstance(value, tuple) and kind.kind() == "TupleType":
@@ -137,24 +137,24 @@ class Translator:
         return value
 
     def block(self, block: Any) -> None:
-        """Every node of a graph or of the branch that is taken."""
+        """Translate every node of a graph or of a taken branch."""
         for node in block.nodes():
             self.step(node)
 
     def step(self, node: Any) -> None:
-        """One node, whose inputs are known."""
+        """Translate one node, whose inputs are known."""
         self.line = line_of(node) or self.line
         if not self.arithmetic(node):
             self.values.update(zip(node.outputs(), self.outputs(node), strict=False))
 
     def input(self, name: str, value: Any) -> fx.Node:
-        """A placeholder for a value that the graph is given."""
+        """A placeholder for an input of the graph."""
         self.values[value] = self.graph.placeholder(name, _NUMBERS.get(value.type().kind()))
         made: fx.Node = self.values[value]
         return made
 
     def outputs(self, node: Any) -> Sequence[Any]:
-        """The values of a node's outputs; one more where it gives nothing."""
+        """The values of a node's outputs; for a node without outputs, one value."""
         kind, n = node.kind(), node.outputsSize()
         if kind == "prim::If":
             return self.branch(node, self.value(node.input()))
@@ -167,7 +167,7 @@ class Translator:
         return [self.call(operator.getitem, (made, i)) for i in range(n)]
 
     def arithmetic(self, node: Any) -> bool:
-        """Whether a node computes with sizes, and only with those; then its result is known as a number, too."""
+        """Whether a node computes only with sizes; its result is then also known as a number."""
         kind, inputs = node.kind(), list(node.inputs())
         out: Any = next(node.outputs(), None)
         if kind == "prim::Constant":
@@ -190,7 +190,7 @@ class Translator:
         return True
 
     def node(self, node: Any) -> Any:
-        """What a node gives, other than a branch or an unpacking."""
+        """The result of a node other than a branch or an unpacking."""
         kind, args = node.kind(), [self.value(v) for v in node.inputs()]
         match kind:
             case "prim::Constant":
@@ -204,7 +204,7 @@ class Translator:
             case "prim::TupleConstruct":
                 return self.tuple_of(node.output().type(), args)
             case "prim::Uninitialized":
-                return None  # nothing reads it on the path that is taken
+                return None  # nothing on the taken path reads it
             case "aten::size":
                 made = self.graph.call_method("size", tuple(args))
                 self.sizes.update([made] if len(args) == 1 else [])
@@ -240,17 +240,17 @@ class Translator:
         return operator.pow if is_whole else PYTHON[node.kind()]
 
     def refusal(self, why: str) -> GraphError:
-        """Why there is no graph, with the cure and the source line."""
+        """The error for a script without a graph, with the cure and the source line."""
         place = f" ({self.line})" if self.line else ""
         return GraphError(f"{why}; trace the function, or give the Python function to torch.compile{place}")
 
     def own(self, made: Any) -> Any:
-        """A list or dict that the script may change, because it made it."""
+        """`made`, a list or dict made by the script, which may therefore change it."""
         self.owned[id(made)] = made
         return made
 
     def container(self, node: Any, args: list[Any]) -> Any:
-        """The result of an operator on a list or dict, which is changed while it is translated."""
+        """The result of an operator on a list or dict, which is executed during translation."""
         kind, items = node.kind(), args[0]
         if kind in MUTATING and id(items) not in self.owned:
             raise self.refusal(f"{kind} changes a list or dict that the script did not make itself")
@@ -269,7 +269,7 @@ class Translator:
         return self.own(made) if type(made) in (list, dict) else made
 
     def of_unknown_list(self, kind: str, args: list[Any]) -> Any:
-        """The sum, part, length or item of lists that may be known at run time only."""
+        """The sum, slice, length or item of lists that may be known only at run time."""
         if kind == "aten::add":
             if not any(isinstance(a, fx.Node) for a in args):
                 return self.own(args[0] + args[1])
@@ -299,7 +299,7 @@ class Translator:
         return self.graph.call_function(torch.tensor, (args[0],), named)
 
     def tuple_of(self, kind: Any, items: list[Any]) -> tuple[Any, ...]:
-        """A tuple, named if its type has a name."""
+        """A tuple; a named tuple if its type has a name."""
         if not kind.annotation_str.startswith("__torch__."):
             return tuple(items)
         fields, rest = [], kind.str().removeprefix("NamedTuple(")
@@ -313,7 +313,7 @@ class Translator:
         return made
 
     def constant(self, value: Any) -> Any:
-        """A Python object as it is, a tensor as an attribute of the module that is made."""
+        """A Python object unchanged; a tensor as an attribute of the new module."""
         if isinstance(value, (list, tuple)) and any(isinstance(v, (torch.Tensor, list, tuple)) for v in value):
             items = [self.constant(v) for v in value]
             return items if isinstance(value, list) else tuple(items)
@@ -330,7 +330,7 @@ class Translator:
         return self.graph.get_attr(name)
 
     def branch(self, node: Any, condition: Any) -> list[Any]:
-        """What the branch gives that a known condition takes."""
+        """The results of the branch that a known condition takes."""
         if isinstance(condition, fx.Node):
             raise self.refusal("a branch depends on what is known at run time only")
         taken = list(node.blocks())[0 if condition else 1]
@@ -338,7 +338,7 @@ class Translator:
         return [self.value(v) for v in taken.outputs()]
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """The function's result if everything is known, else a call."""
+        """The function's result if all arguments are known, else a call."""
         if not any(isinstance(a, fx.Node) for a in torch.utils._pytree.tree_leaves(args)):
             try:
                 return function(*args)
@@ -351,7 +351,7 @@ class Translator:
         return self.graph.call_function(function, args)
 
     def operator_call(self, node: Any, args: list[Any]) -> fx.Node:
-        """A call of an operator, its keyword-only arguments by name, the defaults left out."""
+        """A call of an operator, with keyword-only arguments by name, and without defaults."""
         schema = torch._C.parse_schema(node.schema())
         space, name = schema.name.split("::")
         try:
@@ -369,7 +369,7 @@ class Translator:
         return self.scalar_call(target, positional) or self.graph.call_function(target, tuple(positional), named)
 
     def scalar_call(self, target: Any, args: list[Any]) -> fx.Node | None:
-        """A call with a number that is known at run time, as Python's operators make it; None for other calls."""
+        """A call with a number known at run time, as Python's operators make it; None for other calls."""
         function = _SCALAR.get(target)
         if function is None or not isinstance(args[1], fx.Node) or any(a != 1 for a in args[2:]):
             return None
@@ -395,7 +395,8 @@ def _has_nodes(value: Any) -> bool:
 
 
 class _WithTypes(fx.graph.CodeGen):
-    """Python code in which types are known by their names: torch 2.11 writes a named tuple among results so."""
+    """Python code in which types are known by their names: torch 2.11 writes named tuples among results in this
+    form."""
 
     def __init__(self, types: set[type]) -> None:
         super().__init__()
@@ -417,7 +418,7 @@ def _dtype(number: int) -> torch.dtype:
 
 
 def enumerated(kind: str, value: Any) -> Any:
-    """TorchScript keeps dtypes and the like as numbers."""
+    """The torch object for a dtype, layout or memory format, which TorchScript stores as a number."""
     if type(value) is not int:
         return value
     if "ScalarType" in kind:

@@ -1,4 +1,4 @@
-"""What TorchScript's operators over numbers, lists and dicts do, as Python functions."""
+"""TorchScript's operators over numbers, lists and dicts as Python functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fuser.frontends.script_memory import every_node
 
 Function = Callable[..., Any]
 
-# Over numbers, booleans, dtypes and devices, tuples and None; of what is known, the result is computed at once.
+# Over numbers, booleans, dtypes and devices, tuples and None; if all arguments are known, the result is computed at
+# once.
 PYTHON: dict[str, Function] = {
     **{f"aten::{n}": getattr(operator, n) for n in ("add", "sub", "mul", "floordiv", "neg", "lt", "le", "gt", "ge")},
     **{f"aten::{n}": getattr(operator, n) for n in ("eq", "ne")},
@@ -26,7 +27,7 @@ PYTHON: dict[str, Function] = {
     "aten::__xor__": operator.xor, "aten::__lshift__": operator.lshift, "aten::__rshift__": operator.rshift,
     "aten::Int": int, "aten::Float": float, "aten::Bool": bool, "prim::min": min, "prim::max": max, "prim::abs": abs,
 }  # fmt: skip
-# Python's result of these may be an integer where TorchScript's is a float.
+# Python's result may be an integer where TorchScript's is a float.
 MAY_BE_INTEGERS = frozenset({"prim::min", "prim::max", "aten::round"})
 
 
@@ -61,7 +62,7 @@ def _slice(items: list[Any], start: int | None, end: int | None, step: int | Non
     return items[slice(start, end, step)]
 
 
-# Over a list or dict first. Those that change it:
+# Over a list or dict as the first argument. These change it:
 MUTATING: dict[str, Function] = {
     "aten::append": _append, "aten::_set_item": _set_item, "aten::insert": _insert, "aten::pop": _pop,
     "aten::extend": _extend, "aten::add_": _extend, "aten::reverse": lambda items: items.reverse(),
@@ -75,7 +76,7 @@ LISTS: dict[str, Function] = {
     "aten::keys": lambda d: list(d), "aten::values": lambda d: list(d.values()), "aten::sum": sum,
     "prim::max": max, "prim::min": min, "aten::__is__": operator.is_, "aten::__isnot__": operator.is_not,
 }  # fmt: skip
-# Those that ask nothing of the items, so that these may be known at run time only.
+# These do not depend on the items, so items may be known only at run time.
 STRUCTURAL = frozenset(MUTATING) - {"aten::sort"} | {
     "aten::slice", "aten::add", "aten::mul", "aten::len", "aten::__getitem__", "aten::list", "aten::copy",
     "aten::keys", "aten::values", "aten::__is__", "aten::__isnot__",
@@ -83,8 +84,8 @@ STRUCTURAL = frozenset(MUTATING) - {"aten::sort"} | {
 
 
 def spell_abs(graph: Any) -> None:
-    """Make Python's `abs` of a tensor, the one function of it that TorchScript does not itself turn into an operator,
-    `aten::abs`."""
+    """Replace Python's `abs` of a tensor by `aten::abs`: TorchScript does not itself turn this function into an
+    operator."""
     for node in list(every_node(graph)):
         if node.kind() == "prim::abs" and isinstance(node.input().type(), torch._C.TensorType):
             with graph.insert_point_guard(node):

@@ -1,4 +1,4 @@
-"""What training adds: the joint graph cut into a forward and a backward, each compiled like any other graph."""
+"""Training: the joint graph is cut into a forward and a backward, each compiled like any other graph."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from fuser.cuda.graphs import Recorded
 
 Function = Callable[..., Any]
-# Operators that run another one under a state of the generator.
+# Operators that run another operator under a generator state.
 _UNDER_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
-# A step's large results (saved tensors, gradients) differ in size and live long: what one of them leaves behind would
-# lie idle beside the others when most memory is needed. Fresh huge pages cost a step about a hundredth.
+# A step's large results (saved tensors, gradients) differ in size and live long: memory kept from one of them would
+# stay idle beside the others at peak memory. Fresh huge pages cost a step about a hundredth of its time.
 _LEAN = {"output_limit_bytes": 0}
-_OF_BATCH = (0, 1, 2)  # results of a batch norm that are of the batch alone: its values, mean and deviation
-_LEAST_KEPT = 1e-9  # for 0 torch's cut would draw random numbers again
+_OF_BATCH = (0, 1, 2)  # results of a batch norm computed from the batch alone: its values, mean and deviation
+_LEAST_KEPT = 1e-9  # with 0, torch's cut would draw random numbers again
 
 
 class Training:
-    """One graph's way through AOTAutograd, under its own settings: the cut, and a compiler for each part.
+    """One graph's compilation through AOTAutograd, under its own settings: the cut, and a compiler for each part.
 
     `recorded`: forward and backward run under CUDA graphs, one for each.
     """
@@ -51,17 +51,17 @@ class Training:
         self.by_eager = by_eager  # calls of the whole graph that do not reach the forward
         self.recorded = recorded
         self.forward: Recorded | None = None
-        self.passes = earlier  # of the joint graph and before; told with the forward
+        self.passes = earlier  # of the joint graph and before; recorded with the forward
         self.cut = False  # whether there is a forward and a backward
         self.random = False  # whether they draw random numbers
-        self.draws: tuple[Draw, ...] | None = ()  # their random operators; None if these cannot be told
+        self.draws: tuple[Draw, ...] | None = ()  # their random operators; None if these are unknown
         self.needed: frozenset[int] = frozenset()  # the inputs whose content the gradients depend on
         self.compiled: dict[str, Compiled] = {}  # by stage
-        self.gains_nothing = False  # whether dynamo's graph does the same, with a backward of eager's
+        self.gains_nothing = False  # whether Dynamo's graph, with eager's backward, does the same
         self._backward: fx.GraphModule | None = None  # before its passes
 
     def trace(self, module: Any, inputs: Sequence[Any], inference_compiler: Function | None = None) -> Function:
-        """The module through AOTAutograd. Its backward may be asked for again, whatever the first call said."""
+        """The module through AOTAutograd. Its backward may run again, whatever the first call allows."""
         from torch._functorch.aot_autograd import aot_module_simplified
 
         traced: Function = aot_module_simplified(
@@ -75,7 +75,7 @@ class Training:
             keep_inference_input_mutations=True,
         )
         meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
-        if getattr(meta, "bw_donated_idxs", None):  # saved tensors that a backward may write: none, unless it asks then
+        if getattr(meta, "bw_donated_idxs", None):  # saved tensors that a backward may overwrite; none here
             meta.bw_donated_idxs = []  # AOTAutograd would refuse `retain_graph=True` after a backward without it
         return traced
 
@@ -111,7 +111,7 @@ class Training:
         return not group_nodes(backward.graph).groups
 
     def under_options(self, stage: str, function: Function) -> Function:
-        """The function of a compiled stage under the settings that its kernels are compiled and run with."""
+        """The function of a compiled stage under the settings with which its kernels are compiled and run."""
         lean = {} if is_small(self.compiled[stage].module) else _LEAN
         options = {**lean, **self.options}
         return _under(options, function) if options else function
@@ -119,11 +119,11 @@ class Training:
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The forward and the backward of a joint graph: what is cheap is computed again, little is saved.
+        """The forward and the backward of a joint graph: cheap values are recomputed, few are saved.
 
-        On the CPU elementwise work is computed again even where the backward has to write it to memory for a product
-        to read: it costs a pass over tensors in the cache, and the product far more. Reductions, products, attention
-        and random numbers are saved.
+        On the CPU elementwise work is recomputed even if the backward has to write it to memory for a product to read:
+        that costs a pass over tensors in the cache, and the product far more. Reductions, products, attention and
+        random numbers are saved.
         """
         from torch._functorch import config as functorch_config
         from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -136,7 +136,7 @@ class Training:
         written = written_inputs(joint)
         with config.override(**self.options):
             self.passes += run_stage("joint_graph", joint)
-        self.needed = _needed(joint, kwargs["num_fwd_outputs"])  # a batch norm's statistics are forgotten now
+        self.needed = _needed(joint, kwargs["num_fwd_outputs"])  # a batch norm's statistics are dropped from here on
         given = joint.meta.get(DRAWS, given)
         self.draws = given if len(given) == random else None
         keep_results_apart(joint)
@@ -167,7 +167,7 @@ class Training:
 
 
 def _keep_drawn(joint: fx.GraphModule) -> None:
-    """Have the cut save what is drawn: computed again, it would be other numbers."""
+    """Let the cut save random numbers: recomputed ones would differ."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     for node in joint.graph.nodes:
@@ -176,8 +176,9 @@ def _keep_drawn(joint: fx.GraphModule) -> None:
 
 
 def _floats_as_integers(joint: fx.GraphModule) -> dict[str, Any]:
-    """Let symbolic integers stand for a graph's symbolic floats, which torch's cut never saves; the floats by name."""
-    from torch.fx.experimental.symbolic_shapes import DimDynamic  # sympy: not before a kernel's compiler is warm
+    """Replace a graph's symbolic floats, which torch's cut never saves, by symbolic integers; returns the floats by
+    name."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic  # with sympy: not before a kernel's compiler is warm
 
     floats = {}
     for node in joint.graph.nodes:
@@ -214,7 +215,7 @@ def _needed(joint: fx.GraphModule, forward: int) -> frozenset[int]:
 
 
 def _read_for(node: fx.Node) -> Sequence[fx.Node]:
-    """What a node is computed from. A batch norm in training does not read its statistics, but for the new ones."""
+    """The nodes that a node is computed from. A batch norm in training reads its statistics only to update them."""
     made_by = node.args[0] if node.target is operator.getitem else None
     if not isinstance(made_by, fx.Node) or not isinstance(made_by.target, torch._ops.OpOverload):
         return node.all_input_nodes
@@ -226,9 +227,9 @@ def _read_for(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _hidden(compile_stage: Function) -> Function:
-    """A compiler of which, and of whose result, Dynamo traces nothing.
+    """A compiler that Dynamo does not trace, nor its result.
 
-    Dynamo traces what Python runs behind a graph break, and a `backward()` there compiles and runs a backward.
+    Dynamo traces Python code after a graph break, and a `backward()` there compiles and runs a backward.
     """
     from torch._dynamo import disable
 
@@ -236,7 +237,7 @@ def _hidden(compile_stage: Function) -> Function:
 
 
 def _under(options: dict[str, Any], function: Function) -> Function:
-    """The function under `options`: a backward is compiled and called outside the block that the forward runs in."""
+    """The function under `options`: a backward is compiled and called outside the block of the forward."""
     settings = config.prepared(**options)
 
     @functools.wraps(function)
@@ -248,7 +249,7 @@ def _under(options: dict[str, Any], function: Function) -> Function:
 
 
 def is_small(module: fx.GraphModule) -> bool:
-    """Whether no tensor of a graph comes from memory that is kept warm, at any sizes that the graph takes."""
+    """Whether no tensor of a graph is large enough for warm memory, for any sizes that the graph accepts."""
     for node in module.graph.nodes:
         for t in tensors_of(node.meta.get("val")):
             if t.device.type == "cpu" and (not isinstance(t.numel(), int) or t.numel() * t.element_size() >= WARM_MIN):

@@ -1,4 +1,4 @@
-"""Graphs inside and around `torch.func` and forward-mode AD: what is left as the program has it."""
+"""Graphs inside and around `torch.func` and forward-mode AD: which parts are left unchanged."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.utils import _pytree as pytree
 from fuser.reasons import because
 
 FORWARD = because("mode", "it was captured inside a level of forward-mode AD")
-_OF_DUALS = ("_make_dual", "make_dual")  # functions that begin a forward-mode derivative
+_OF_DUALS = ("_make_dual", "make_dual")  # functions that start a forward-mode derivative
 
 
 def is_in_forward_mode() -> bool:
-    """Whether a graph is being captured inside a level of forward-mode AD. Dynamo's guards will ask for the same.
+    """Whether a graph is captured inside a level of forward-mode AD; Dynamo's guards then check the same.
 
-    There eager runs: passes, and AOTAutograd too, write operators that have no forward-mode derivative.
+    Eager runs then: passes and AOTAutograd create operators that have no forward-mode derivative.
     """
     context = torch._guards.TracingContext.try_get()
     if context is not None:
@@ -33,10 +33,10 @@ def is_in_forward_mode() -> bool:
 
 
 def hide_transformed(gm: fx.GraphModule) -> None:
-    """Leave nodes inside `vmap`, `grad`, forward-mode AD and their kin without values, so that no pass rewrites them.
+    """Remove the values of nodes inside `vmap`, `grad`, forward-mode AD and similar, so that no pass rewrites them.
 
-    The values of Dynamo's graph have ended levels there: no operator takes them. Rewritten calls need not have the
-    rules of batching and of forward-mode derivatives that the program's own have.
+    Their values in Dynamo's graph belong to ended levels: no operator accepts them. Rewritten calls may lack the
+    batching and forward-mode rules that the program's own calls have.
     """
     dual = any(getattr(n.target, "__name__", "") in _OF_DUALS for n in gm.graph.nodes if n.op == "call_function")
     for node in gm.graph.nodes:
@@ -51,10 +51,10 @@ def _is_wrapped(value: Any) -> bool:
 
 @contextlib.contextmanager
 def levels_kept() -> Iterator[None]:
-    """Where the block raises, leave the levels of transforms and of forward-mode AD that it entered.
+    """If the block raises, leave the levels of transforms and of forward-mode AD that it entered.
 
-    A graph of Dynamo's enters and leaves them by calls, without the program's `with`. So it does with what levels
-    switch off and on: hooks of saved tensors, and forward-mode AD itself.
+    Dynamo's graphs enter and leave them by calls, without the program's `with`. The same holds for what levels switch
+    off and on: hooks of saved tensors, and forward-mode AD itself.
     """
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()

@@ -1,10 +1,10 @@
 """Results that are views of an input which the program writes.
 
-AOTAutograd gives the caller a view of the input itself. It reads sizes, strides and the offset of that view from the
-traced graph's result, which is a view of the input's new content: a tensor of its own that may be laid out otherwise.
-Where sizes are symbolic AOTAutograd does not replay the views, and the caller would get the wrong elements. So the
-views are replayed in the graph: the result becomes a view of the input, whose layout it then has. Its content is not
-read, so that the new content itself is no result, and a kernel may write it into the input.
+AOTAutograd returns a view of the input itself to the caller. It takes sizes, strides and the offset of that view from
+the traced graph's result, which is a view of the input's new content: a tensor of its own, perhaps with another
+layout. With symbolic sizes AOTAutograd does not replay the views, and the caller would get the wrong elements. So the
+views are replayed in the graph: the result becomes a view of the input, with its layout. Its content is not read, so
+the new content itself is no result, and a kernel may write it into the input.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fuser.passes.sources import NOTES
 
 
 class CannotBeViewed(Exception):
-    """A result that AOTAutograd would make another view of an input than eager does."""
+    """A result for which AOTAutograd would make another view of an input than eager does."""
 
 
 def view_written_inputs(module: fx.GraphModule, with_tokens: bool) -> int:
-    """Make results that are views of a written input's new content views of the input; how many there are.
+    """Turn results that view a written input's new content into views of the input; returns their number.
 
-    `module` is AOTAutograd's graph of a forward, while it is compiled, with the tokens of effects or without.
-    Raises `CannotBeViewed` for a result of another dtype than the input's: without a replay AOTAutograd takes its
-    strides for those of the input's dtype.
+    `module` is AOTAutograd's graph of a forward, while it is compiled, with the tokens of effects or without. Raises
+    `CannotBeViewed` for a result of another dtype than the input's: without a replay AOTAutograd takes its strides for
+    those of the input's dtype.
     """
     meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
     if meta is None:
@@ -40,7 +40,7 @@ def view_written_inputs(module: fx.GraphModule, with_tokens: bool) -> int:
     results = list(output.args[0])  # type: ignore[arg-type]
     first = tokens + meta.num_mutated_inp_runtime_indices
     if len(placeholders) != len(meta.input_info) or len(results) < first + len(meta.output_info):
-        return 0  # inputs are tensor subclasses, of several tensors each, or come with states of random numbers
+        return 0  # inputs are tensor subclasses, of several tensors each, or come with random states
     changed = 0
     for at, info in enumerate(meta.output_info, first):
         views = getattr(info.view_meta_sequence, "sequence", ())
@@ -61,7 +61,7 @@ def view_written_inputs(module: fx.GraphModule, with_tokens: bool) -> int:
 
 
 def _replayed(graph: fx.Graph, source: fx.Node, views: Any, instead: fx.Node) -> fx.Node:
-    """The node of `source` seen through `views`, before the graph's output, with the lines of `instead`."""
+    """The node of `source` seen through `views`, before the graph's output, with the source lines of `instead`."""
     value, notes = source.meta["val"], {k: instead.meta[k] for k in NOTES if k in instead.meta}
     with graph.inserting_before(graph.output_node()), value.fake_mode, _Recording(graph, source, notes) as recording:
         seen = torch._C._functionalization.apply_view_meta_sequence(value, views)
@@ -70,13 +70,13 @@ def _replayed(graph: fx.Graph, source: fx.Node, views: Any, instead: fx.Node) ->
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every operator called on values of a graph's nodes becomes a node of the graph, where it now inserts."""
+    """Each operator called on values of a graph's nodes becomes a node at the graph's insertion point."""
 
     def __init__(self, graph: fx.Graph, source: fx.Node, notes: dict[str, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph, self.notes = graph, notes
         self.nodes = {id(source.meta["val"]): source}
-        self.kept: list[Any] = []  # as long as an id stands for a value
+        self.kept: list[Any] = []  # while an id stands for a value
 
     def __torch_dispatch__(self, target: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = target(*args, **(kwargs or {}))
@@ -93,15 +93,15 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return node
 
     def _spelled(self, value: Any) -> Any:
-        """An operator's argument as the graph spells it."""
+        """An operator's argument in the form of the graph."""
         if isinstance(value, torch.Tensor):
             return self.nodes[id(value)]
         return _size(self.graph, value) if isinstance(value, torch.SymInt) else value
 
 
 def _size(graph: fx.Graph, value: torch.SymInt) -> fx.Node | int:
-    """A symbolic size as a node: one that the graph has already, or arithmetic on its symbols."""
-    from torch.utils._sympy.interp import sympy_interp  # sympy: not before a kernel's compiler is warm
+    """A symbolic size as a node: an existing one, or arithmetic on the graph's symbols."""
+    from torch.utils._sympy.interp import sympy_interp  # it imports sympy: not before a kernel's compiler is warm
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     expression = value.node.expr
