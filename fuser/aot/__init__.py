@@ -1,4 +1,4 @@
-"""Ahead of time: an exported program with its kernels in one file, which runs without compiler, Dynamo and Triton.
+"""Ahead of time: an exported program and its kernels in one file, which runs without compiler, Dynamo and Triton.
 
 See docs/ahead_of_time.md.
 """
@@ -27,8 +27,8 @@ def compile(
 ) -> str:
     """Write an exported program with its kernels to a file, for `load`.
 
-    There are kernels for the sizes of its example inputs, for those sizes where one dynamic dim is another number or 1,
-    and for the sizes of `examples`. All other sizes that the export allows run by ATen.
+    There are kernels for the sizes of its example inputs, for those sizes with one dynamic dim changed to another
+    number or 1, and for the sizes of `examples`. All other sizes that the export allows run on ATen.
 
     Args:
         exported: what `torch.export.export` returned.

@@ -1,4 +1,5 @@
-"""From an exported program to a file: passes and groups as for `torch.compile`, kernels for classes of sizes, data."""
+"""Compilation of an exported program to a file: passes and groups as for `torch.compile`, kernels for classes of
+sizes."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from fuser.runtime.loops import LOOPS, Form
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 _HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
-# Passes that put in calls whose kernels a file does not hold.
+# Passes that insert calls whose kernels a file does not contain.
 _NOT_IN_FILES = ("attention_by_parts", "attention_by_blocks")
 
 
@@ -53,7 +54,7 @@ def compile_program(
         raise ConfigError(f"options={options!r}: expected a dict of settings, such as {{'numerics': 'eager'}}")
     _check_examples(examples)
     settings = {name: config.check(name, value) for name, value in options.items()}
-    # Kernels are kept whatever a race on this machine says of them; nobody waits for them later.
+    # All kernels are kept, whatever a race on this machine decides; nobody waits for them later.
     with config.override(**{"compile_mode": "wait", "slowest": 0.0, "verify": 0, **settings}), torch.no_grad():
         try:
             program = _Program(exported)
@@ -69,7 +70,7 @@ def compile_program(
 
 
 def _check_examples(examples: Any) -> None:
-    """InputError unless all are pairs of positional and keyword arguments."""
+    """InputError unless all examples are pairs of positional and keyword arguments."""
     if not isinstance(examples, (list, tuple)):
         raise InputError(f"examples is a {type(examples).__name__}: expected a list of pairs (args, kwargs)")
     for n, example in enumerate(examples):
@@ -79,7 +80,7 @@ def _check_examples(examples: Any) -> None:
 
 
 class _Program:
-    """One exported program: traced to ATen, with its groups registered."""
+    """One exported program, traced to ATen and with its groups registered."""
 
     def __init__(self, exported: torch.export.ExportedProgram) -> None:
         guards = guards_of(exported)
@@ -119,13 +120,13 @@ class _Program:
                 self._run(leaves)
             except (RuntimeError, FuserError, IndexError, ValueError):
                 if n == 0:
-                    raise  # eager's own error for the example itself; of other sizes it says that none is allowed
+                    raise  # eager's own error for the example itself; for other sizes it means that none is allowed
         for part in self.parts:
             if any(not interface.kernel_spec(key).store.kernels for key in part.keys):
                 self._visit(part)
 
     def _visit(self, part: Compiled) -> None:
-        """Run a graph that no example ran, such as a branch, with zeros in its traced sizes."""
+        """Run a graph that no example ran, such as a branch, on zeros of its traced sizes."""
         values = [n.meta.get("val") for n in part.module.graph.find_nodes(op="placeholder")]
         if part.program is None or not all(isinstance(v, torch.Tensor) and _is_fixed(v) for v in values):
             return
@@ -171,7 +172,8 @@ class _Program:
         return {PROGRAM: text, TENSORS: data.numpy().data, SUMS: tensors.sums(data).numpy().tobytes(), **libraries}
 
     def _writes(self) -> dict[str, Any]:
-        """Which results are written into held tensors or inputs, and how many come before those of the program."""
+        """The results that are written into held tensors or inputs, and the number of results before the program's
+        own."""
         targets = {s.target: n for n, s in enumerate(s for s in self.specs if s.kind in _HELD)}
         names = [n.name for n in self.placeholders[len(self.held) :]]
         writes = []
@@ -208,7 +210,7 @@ def _containers(spec: pytree.TreeSpec) -> str:
 
 
 def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program in the operators of our own table, with composites taken apart as AOTAutograd does."""
+    """The program in the operators of our own table, with composites decomposed as in AOTAutograd."""
     from torch._export.utils import _collect_all_valid_cia_ops
 
     composite = set(_collect_all_valid_cia_ops())
@@ -237,14 +239,14 @@ def _held(exported: torch.export.ExportedProgram, spec: Any) -> tuple[str, torch
 
 
 class _Numbered:
-    """A group by its number, in place of its handle, and the numbers that are bound before its arguments."""
+    """Stands for a group's handle: the group's number, and the numbers bound before its arguments."""
 
     def __init__(self, number: int, bound: tuple[Any, ...]) -> None:
         self.number, self.bound = number, bound
 
 
 def _rows(compiled: Compiled, numbers: Mapping[int, int]) -> _Rows:
-    """The outer program of a compiled graph; `numbers` are those of the groups of the whole file by their keys."""
+    """The outer program of a compiled graph; `numbers` maps keys of groups to their numbers in the file."""
     functions = [(f"group{numbers[k]}", _Numbered(numbers[k], REGISTRY.find(k).bound)) for k in compiled.keys]
     rows = _Rows(compiled.module, compiled.plan, functions)
     rows.bodies = {b.name: (_rows(b.compiled, numbers), b.forms) for b in compiled.bodies}
@@ -256,7 +258,7 @@ def _forms(forms: Sequence[Form] | None) -> Any:
 
 
 class _Rows(Listing):
-    """The outer program as the rows of canonical/portable.py. `bodies`: of operators on graphs, by their names."""
+    """The outer program as the rows of canonical/portable.py. `bodies`: those of operators on graphs, by name."""
 
     bodies: dict[str, tuple[_Rows, Sequence[Form] | None]]
 

@@ -1,4 +1,4 @@
-"""Loading an ahead-of-time file, and running it: no compiler, no Dynamo, no Triton, no sympy."""
+"""Loading and running an ahead-of-time file: without compiler, Dynamo, Triton and sympy."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _DAMAGED = (TypeError, ValueError, KeyError, IndexError, AttributeError, Backend
 
 
 def key_bytes(key: bytes | str | None) -> bytes | None:
-    """The key that was given, or the environment's; None if there is none."""
+    """The given key, or the environment's; None if there is none."""
     found = key if key is not None else os.environ.get(KEY) or None
     return found.encode() if isinstance(found, str) else found
 
 
 def load(path: str | os.PathLike[str], *, key: bytes | str | None = None) -> LoadedProgram:
-    """The program in a file that `fuser.aot.compile` wrote; call it like the exported module.
+    """Load the program in a file that `fuser.aot.compile` wrote; call it like the exported module.
 
     The file holds code and is trusted like code.
 
     Args:
         path: the file.
-        key: only files that were signed with it are taken. None takes the environment's `FUSER_AOT_KEY`. Without any
-            key, files that another user owns or may write are refused. Damage is found either way.
+        only files signed with it are accepted. None takes the environment's `FUSER_AOT_KEY`. Without any key, files
+        that another user owns or may write are refused. Damage is found either way.
 
     Returns:
         A `LoadedProgram`. Its results need no gradient, and its calls raise InputError for sizes that the export does
@@ -85,7 +85,7 @@ def _loaded(file: archive.Archive, path: str, secret: bytes | None) -> LoadedPro
 
 
 def _mapped(file: archive.Archive, path: str, program: Any, secret: bytes | None) -> list[torch.Tensor]:
-    """The file's tensors. Their memory is the file's own pages until they are written, which no other process sees."""
+    """The file's tensors. Their memory is the file's pages, copied on write, so other processes see no writes."""
     member = file.members[TENSORS]
     if not member.size:
         return tensors.read(torch.zeros(0, dtype=torch.uint8), program["tensors"])
@@ -102,7 +102,7 @@ def _mapped(file: archive.Archive, path: str, program: Any, secret: bytes | None
 
 
 class _Group:
-    """A group's kernels in a launcher handle, and its calls by ATen for whatever no kernel takes."""
+    """A group's kernels in a launcher handle, and its graph on ATen for calls that no kernel accepts."""
 
     def __init__(self, file: archive.Archive, data: Any) -> None:
         self.by_aten = Rows(data["graph"], int(data["bound"]))
@@ -110,17 +110,17 @@ class _Group:
         self.handle: Any = launcher.make_handle(self.slow) if native else python_launcher.Handle(self.slow)
         for kernel in data["kernels"]:
             program = plans.decode_program(kernel["program"])
-            encode(program)  # nothing in it may lead a launch astray
+            encode(program)  # it checks that no launch can access anything outside
             entry = _gpu_library(file, kernel) if "parts" in kernel else library(file, kernel["library"])
             self.handle.add_kernel(program, entry)
 
     def slow(self, args: tuple[Any, ...], status: int, named: dict[str, Any] | None = None) -> Any:
-        """The result of a call that no kernel took."""
+        """The result, on ATen, of a call that no kernel accepted."""
         return self.by_aten(*args)
 
 
 def _gpu_library(file: archive.Archive, kernel: Any) -> Any:
-    """A kernel's binaries, in the driver. OSError if they cannot be loaded."""
+    """A kernel's binaries, loaded in the driver. OSError if they cannot be loaded."""
     parts = [
         driver.Entry(str(p["name"]), file.read(p["cubin"]), int(p["shared"]), int(p["threads"]), int(p["extra"]))
         for p in kernel["parts"]
@@ -131,11 +131,11 @@ def _gpu_library(file: archive.Archive, kernel: Any) -> Any:
         raise OSError(str(e)) from None
 
 
-_open: dict[str, tuple[str, int]] = {}  # by digest: a library's path, and the file in memory that it is
+_open: dict[str, tuple[str, int]] = {}  # by digest: a library's path, and the handle of its file in memory
 
 
 def library(file: archive.Archive, name: str) -> str:
-    """The path from which a library of the file is loaded: a file in memory, or of this process's own folder."""
+    """The path from which a library of the file is loaded: a file in memory, or in this process's own folder."""
     digest, data = file.members[name].digest, file.read(name)
     if digest not in _open:
         try:
@@ -157,7 +157,8 @@ def _namespaces(graph: Any) -> set[str]:
 
 
 class LoadedProgram:
-    """An exported program that runs with its stored kernels. Called like the exported module; results need no gradient.
+    """An exported program that runs with its stored kernels. It is called like the exported module; results need no
+    gradient.
 
     InputError for arguments of another form, or sizes that the export does not allow.
     """
@@ -194,17 +195,17 @@ class LoadedProgram:
         return len(self._signature._leaves)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name: the memory that calls read, and write where the module has such buffers."""
+        """Parameters and buffers by name: the memory that calls read, and also write if the module has such buffers."""
         return dict(self._state)
 
     @property
     def kernel_hits(self) -> int:
-        """Calls of groups that a kernel answered."""
+        """The number of group calls that a kernel answered."""
         return sum(int(g.handle.hits) for g in self._groups)
 
     @property
     def kernel_misses(self) -> int:
-        """Calls of groups that ran by ATen."""
+        """The number of group calls that ran on ATen."""
         return sum(int(g.handle.misses) for g in self._groups)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a machine must have to run the kernels of a file: fields that are written with it and compared at loading."""
+"""Requirements of a file's kernels on a machine: fields that are written with it and compared at loading."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMAT = 1  # of the program's JSON
 
 
 def describe() -> dict[str, Any]:
-    """The fields of this process and of the machine that it makes kernels for."""
+    """The fields of this process and of the machine for which it compiles kernels."""
     row = machines.find(config.isa)
     return {
         "format": FORMAT,
@@ -41,7 +41,7 @@ _CURES = {
 
 
 def check(path: str, wanted: Any) -> None:
-    """AotError names the first field in which this machine is not what the file was written for."""
+    """Check a file's fields. AotError names the first one in which this machine differs from the file."""
     here = describe()
     if not isinstance(wanted, dict):
         raise AotError(f"{path} does not say for which machine it was written: write it again")
@@ -71,7 +71,8 @@ def _why_not(isa: Any) -> str | None:
 
 
 def check_capability(path: str, wanted: Any) -> None:
-    """AotError if there is no GPU that runs binaries for `wanted`, such as 90: of its generation, and not older."""
+    """AotError if no GPU here runs binaries for `wanted`, such as 90: it has to be of the same generation, and not
+    older."""
     if not torch.cuda.is_available():
         raise AotError(f"{path} is for another machine: field 'capability': expected {wanted}, here is no CUDA device")
     major, minor = torch.cuda.get_device_capability(0)

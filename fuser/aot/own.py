@@ -1,4 +1,4 @@
-"""Functions of this package that an outer program calls, by the names that they have in files."""
+"""Functions of this package that an outer program calls, by their names in files."""
 
 from __future__ import annotations
 

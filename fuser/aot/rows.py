@@ -1,4 +1,4 @@
-"""Graphs as data (see canonical/portable.py), run call by call: what is between the kernels of a loaded program."""
+"""Runs graphs that are stored as data (see canonical/portable.py), call by call: the outer program of a loaded file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NONE: tuple[int, ...] = ()
 
 
 class Rows:
-    """A callable of the graph's inputs, those that were bound first. It holds nothing of a call between calls.
+    """A callable of the graph's inputs, bound ones first. It keeps nothing of a call between calls.
 
-    `groups` are what ["group", number, …] rows call. The rows ["loop", name, …] call the graph's bodies. GraphError if
-    `graph` is no such data.
+    `groups` are called by ["group", number, …] rows, the graph's bodies by ["loop", name, …] rows. GraphError if
+    `graph` is not such data.
     """
 
     def __init__(self, graph: Any, n_bound: int, groups: Sequence[Function] = ()) -> None:
@@ -45,7 +45,7 @@ class Rows:
         (result,) = self._result(values)
         return result
 
-    # Slots: the inputs, then a value for each call, then constants. A row's own number is found in `_slot`.
+    # Slots: the inputs, then a value for each call, then constants. `_slot` gives the slot of a row.
 
     def _read(self, graph: Any, n_bound: int) -> None:
         rows = graph["rows"]
@@ -109,7 +109,7 @@ class Rows:
         return slot
 
     def _place(self, value: Any) -> int:
-        """A slot that holds `value` when it is read: a number below for values, `~number` for constants."""
+        """The slot that holds `value` when it is read: a number for values, `~number` for constants."""
         if isinstance(value, _Slot):
             return value.number
         if not any(True for _ in _slots(value)):
@@ -159,7 +159,7 @@ class _Slot:
 
 
 class _Named:
-    """A call whose last arguments are given by keyword."""
+    """A call whose last arguments are keyword arguments."""
 
     def __init__(self, function: Function, names: tuple[str, ...]) -> None:
         self.function, self.names = function, names
@@ -201,7 +201,7 @@ def _as_tuple(*values: Any) -> tuple[Any, ...]:
 
 
 def _taker(slots: list[int]) -> Function:
-    """What takes the values of these slots, as a tuple."""
+    """A function from all values to the tuple of those in `slots`."""
     if not slots:
         return lambda values: ()
     if len(slots) == 1:

@@ -1,4 +1,4 @@
-"""What calls of a loaded program must look like: sizes as the export allows them, by name."""
+"""Checks of a loaded program's calls: their form, and the sizes that the export allows, with names in errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Signature:
 
     def __init__(self, leaves: Sequence[Any], ranges: dict[str, Any], guards: Sequence[Any] = ()) -> None:
         self._guards = [(str(text), tuple(symbols), _program(code, len(symbols))) for text, symbols, code in guards]
-        self._right: set[tuple[int, ...]] = set()  # numbers of all symbols that the guards allow
+        self._right: set[tuple[int, ...]] = set()  # values of all symbols that the guards allowed before
         self._ranges = {name: (low, high) for name, (low, high) in ranges.items()}
         self._leaves: list[tuple[str, str, Any, tuple[Any, ...]]] = []
         for leaf in leaves:
@@ -38,7 +38,7 @@ class Signature:
                 self._leaves.append((kind, name, value, ()))
 
     def check(self, given: Sequence[Any]) -> None:
-        """InputError names the input and what the export allows."""
+        """InputError, with the input's name and what the export allows, unless all leaves are valid."""
         symbols: dict[str, int] = {}
         later: list[tuple[str, int, int, Any]] = []
         for value, (kind, name, what, sizes) in zip(given, self._leaves, strict=True):
@@ -109,7 +109,7 @@ class Signature:
 
 
 def _program(code: Any, n_slots: int) -> tuple[int, ...]:
-    """A program of `ir.sizes`, checked. ValueError if it is none."""
+    """A checked program of `ir.sizes`. ValueError if it is ill-formed."""
     words, depth, i = [int(word) for word in code], 0, 0
     while i < len(words):
         takes = words[i] in (PUSH, SLOT)

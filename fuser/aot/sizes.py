@@ -1,4 +1,4 @@
-"""The sizes that an export allows, as data, and examples of the classes of sizes for which kernels are made."""
+"""The sizes that an export allows, as data, and examples of the classes of sizes for which kernels are compiled."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fuser.canonical.portable import encode_value
 from fuser.errors import AotError
 from fuser.ir.sizes import ADD, EQ, FLOORDIV, LE, LT, MAX, MIN, MOD, MUL, NE, PUSH, SLOT
 
-_AT_LEAST = 2  # an export's lower bound of 2 stands for "0 and 1 were not tried", and its own checks allow them
+_AT_LEAST = 2  # an export's lower bound of 2 means that 0 and 1 were not tried; its own checks allow them
 
 
 class Sizes:
-    """The inputs of an exported program. `leaves` and `ranges` are what `signature.Signature` reads."""
+    """The inputs of an exported program. `signature.Signature` reads its `leaves` and `ranges`."""
 
     def __init__(
         self, exported: torch.export.ExportedProgram, inputs: Sequence[fx.Node], guards: Sequence[Any]
@@ -59,7 +59,7 @@ class Sizes:
         return None
 
     def variants(self, leaves: Sequence[Any]) -> Iterator[list[Any]]:
-        """Inputs like `leaves` where one dynamic size is another number, or 1, as far as the export allows."""
+        """Inputs like `leaves` with one dynamic size changed to another number, or 1, if the export allows it."""
         found = self._found(leaves)
         for symbol, now in found.items():
             low, high = self.ranges.get(symbol, [None, None])
@@ -93,7 +93,7 @@ class Sizes:
 
 
 def guards_of(exported: torch.export.ExportedProgram) -> tuple[Any, ...]:
-    """What an export requires of its sizes beside their ranges, as expressions of sympy."""
+    """The export's requirements on sizes beside their ranges, as sympy expressions."""
     values = [n.meta.get("val") for n in exported.graph_module.graph.nodes if n.op == "placeholder"]
     modes = [v.fake_mode for v in values if hasattr(v, "fake_mode")]
     env = modes[0].shape_env if modes else None
@@ -101,7 +101,7 @@ def guards_of(exported: torch.export.ExportedProgram) -> tuple[Any, ...]:
 
 
 def _guards(guards: Sequence[Any]) -> list[list[Any]]:
-    """[text, symbols, program of `ir.sizes` over these] of each guard. AotError for one that cannot be said so."""
+    """[text, symbols, program of `ir.sizes` over these] of each guard. AotError for one that has no such form."""
     found: list[list[Any]] = []
     for guard in guards:
         symbols = sorted(map(str, guard.free_symbols))
@@ -120,7 +120,7 @@ _FUNCTIONS = {
 
 
 def _code(e: Any, symbols: list[str]) -> list[int] | None:
-    """A sympy expression of integers as a program; None for what has no counterpart."""
+    """A sympy expression of integers as a program; None for an unknown function."""
     if e.is_Symbol:
         return [SLOT, symbols.index(str(e))]
     if getattr(e, "is_Integer", False):
@@ -142,7 +142,7 @@ def _code(e: Any, symbols: list[str]) -> list[int] | None:
 
 
 def _limits(found: Any) -> list[int | None]:
-    """[low, high] of a range; None where there is no limit."""
+    """[low, high] of a range; None for no limit."""
     low, high = (int(n) if getattr(n, "is_Integer", False) else None for n in (found.lower, found.upper))
     return [None if low is not None and low <= _AT_LEAST else low, high]
 

@@ -1,4 +1,4 @@
-"""Tensors in a file: raw bytes at multiples of 64, which are mapped, with sums that tell damage at memory's speed."""
+"""Tensors in a file: raw bytes at multiples of 64 that are mapped, with sums that detect damage at memory speed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fuser.errors import AotError, GraphError
 
 ALIGNMENT = 64
 DEVICES = ("cpu", "cuda")
-_PAGE = 4096  # bytes of each sum
+_PAGE = 4096  # bytes covered by each sum
 
 
 class Writer:
     """Collects tensors.
 
-    `rows` describe them: [dtype, sizes, strides, offset in bytes, elements], and a device if that is not the CPU.
+    `rows` describe them: [dtype, sizes, strides, offset in bytes, elements], and a device unless it is the CPU.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Writer:
         self._size = 0
 
     def add(self, tensor: torch.Tensor, name: str) -> int:
-        """The number of `tensor`; the same for one that shares all its memory. AotError if no file can hold it."""
+        """The number of `tensor`; tensors with the same memory share a number. AotError if a file cannot hold it."""
         t = tensor.detach()
         if t.device.type not in DEVICES or t.device.index not in (None, 0):
             raise AotError(f"{name} is on {t.device}: files hold programs of the CPU and of cuda:0")
@@ -51,17 +51,17 @@ class Writer:
         return len(self.rows) - 1
 
     def data(self) -> torch.Tensor:
-        """All bytes, and zeros to the end of a page."""
+        """All bytes, padded with zeros to a whole page."""
         return torch.cat([torch.zeros(0, dtype=torch.uint8), *self._parts, torch.zeros(-self._size % _PAGE).byte()])
 
 
 def sums(data: torch.Tensor) -> torch.Tensor:
-    """The sum of each page's 64-bit words, modulo 2**64: found at memory's speed, where digests take 2 s a GB."""
+    """The sum of each page's 64-bit words, modulo 2**64, at memory speed; digests take 2 s per GB."""
     return data.view(torch.int64).view(-1, _PAGE // 8).sum(1)
 
 
 def read(data: torch.Tensor, rows: Sequence[Sequence[Any]]) -> list[torch.Tensor]:
-    """Views of the mapped bytes, or copies on another device. GraphError if a row reaches outside of them."""
+    """Views of the mapped bytes, or copies on another device. GraphError if a row exceeds them."""
     storage = data.untyped_storage()
     base, end = data.storage_offset(), data.numel()
     found = []

@@ -12,11 +12,12 @@ from fuser.lazy_dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Blocks:
-    """The tensors of a block mask. Tensors of counts are [batch, heads, rows], of indices [batch, heads, rows, blocks].
+    """The tensors of a block mask. Tensors of counts are [batch, heads, rows], of indices [batch, heads, rows,
+    blocks].
 
-    Of each row of blocks along queries, the blocks of keys that `mask_mod` is asked about (`partial`), and those that
-    it leaves whole (`full`); in the backward direction the same for each column (`partial_q`, `full_q`). Without
-    `partial` one block covers all scores.
+    For each row of blocks along queries: the blocks of keys to which `mask_mod` applies (`partial`), and those without
+    masked scores (`full`); for the backward direction, the same for each column (`partial_q`, `full_q`). Without
+    `partial`, one block covers all scores.
     """
 
     partial: tuple[torch.Tensor, torch.Tensor] | None
@@ -28,7 +29,7 @@ class Blocks:
 
 
 def blocks_of(given: Sequence[Any]) -> Blocks:
-    """The block mask of the operator's argument without its last element, `mask_mod`."""
+    """The block mask from the operator's argument without its last element, `mask_mod`."""
 
     def pair(at: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None if given[at] is None or given[at + 1] is None else (given[at], given[at + 1])
@@ -37,7 +38,7 @@ def blocks_of(given: Sequence[Any]) -> Blocks:
 
 
 def key_ranges(blocks: Blocks) -> list[tuple[int, int]]:
-    """For each row of blocks, the first block of keys that any batch and head has, and the one behind the last."""
+    """For each row of blocks, the first block of keys listed for any batch and head, and the one after the last."""
     lists = [pair for pair in (blocks.partial, blocks.full) if pair is not None]
     rows = lists[0][1].shape[-2]
     least, most = [1 << 62] * rows, [0] * rows
@@ -51,7 +52,7 @@ def key_ranges(blocks: Blocks) -> list[tuple[int, int]]:
 
 
 def block_map(blocks: Blocks) -> torch.Tensor:
-    """Which blocks are computed: bool, [batch, heads, rows, columns]."""
+    """Whether each block is computed: bool, [batch, heads, rows, columns]."""
     lists = [pair for pair in (blocks.partial, blocks.full) if pair is not None]
     columns = max(index.shape[-1] for _, index in lists)
     out = torch.zeros((*lists[0][1].shape[:-1], columns + 1), dtype=torch.bool)

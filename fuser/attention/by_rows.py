@@ -1,7 +1,8 @@
-"""Attention with a score modification on the CPU: some rows of queries at once, so that their scores stay in cache.
+"""Attention with a score modification on the CPU: a few rows of queries at a time, so that their scores stay in cache.
 
-For each chunk of rows a library multiplies queries by keys, one fused kernel modifies, masks and normalises the scores,
-and a library multiplies by the values. Keys that no row of the chunk attends to, by the block mask, are left out.
+For each chunk of rows a library multiplies queries by keys, one fused kernel modifies, masks and normalises the
+scores, and a library multiplies by the values. Keys that the block mask excludes for all rows of the chunk are left
+out.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.shapes import dense_strides, order_like
 
 aten = torch.ops.aten
-SCORES = 1 << 20  # bytes of the scores of a chunk for each thread, about: what a core's cache holds beside the keys
+SCORES = 1 << 20  # bytes of a chunk's scores for each thread, about: what a core's cache holds beside the keys
 LEAST_ROWS = 64  # of a chunk; a product of fewer rows is slow
-_SMALL = 1 << 31  # numbers that int32 holds
+_SMALL = 1 << 31  # below it, numbers fit int32
 _LN2 = math.log(2)
-# Operators on the index of a key that cost less, in each row again, than a load of their result.
+# Operators on the index of a key whose recomputation in each row costs less than a load of their result.
 _PLAIN = frozenset(
     "add sub rsub mul neg eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not"
     " _to_copy".split()
@@ -34,7 +35,7 @@ _PLAIN = frozenset(
 
 @dataclass(frozen=True)
 class _Made:
-    """The kernel that makes weights of scores, and the one before it for what depends on keys alone, if it costs."""
+    """The kernel that turns scores into weights, and the one before it for costly values that depend on keys alone."""
 
     weights: Callable[..., Any]
     before: Callable[..., Any] | None
@@ -113,7 +114,7 @@ class ByRows:
 
 
 def _make(mods: Mods, buffers: int, working: torch.dtype, ways: Ways, mapped: bool, sums: bool) -> _Made:
-    """The kernels between the two products."""
+    """Compile the kernels between the two products."""
     scores = write_scores(mods, buffers, working)
     graph, masked = scores.graph, scores.masked
     last = list(graph.find_nodes(op="placeholder"))[-1]
@@ -142,7 +143,7 @@ def _make(mods: Mods, buffers: int, working: torch.dtype, ways: Ways, mapped: bo
 
 
 def _add_rest(graph: fx.Graph) -> None:
-    """Have the graph read scores as two tensors to add: `score` and, behind it, `rest`."""
+    """Let the graph read scores as two tensors to add: `score` and the next input, `rest`."""
     (score,) = (n for n in graph.find_nodes(op="placeholder") if n.name == "score")
     readers = list(score.users)
     with graph.inserting_after(score):
@@ -155,9 +156,9 @@ def _add_rest(graph: fx.Graph) -> None:
 
 
 def softmax(graph: fx.Graph, scores: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The weights of keys, and the logarithms of sums of exponentials, of scores [..., keys].
+    """The weights of keys, and the logarithms of sums of exponentials, for scores [..., keys].
 
-    Where all scores are minus infinity weights are 0, and the logarithm is minus infinity.
+    If all scores are minus infinity, weights are 0, and the logarithm is minus infinity.
     """
 
     def call(target: Any, *args: Any) -> fx.Node:
@@ -213,7 +214,7 @@ def _ranges(blocks: Blocks, most: int, rows: int, columns: int) -> Iterator[tupl
 
 
 def _spread(mapped: torch.Tensor, blocks: Blocks, some: slice, row: int, low: int, high: int) -> torch.Tensor:
-    """Which keys from `low` to `high` the chunk that begins at `row` attends to: bool, [batches, heads, 1, keys]."""
+    """The keys from `low` to `high` that the chunk beginning at `row` attends to: bool, [batches, heads, 1, keys]."""
     own = mapped if mapped.shape[0] == 1 else mapped[some]
     whole = own[:, :, row // blocks.query_size, low // blocks.key_size :].unsqueeze(2)
     return whole.repeat_interleave(blocks.key_size, -1)[..., : high - low].contiguous()

@@ -1,6 +1,6 @@
-"""Attention with a score modification on CUDA: one kernel forward, two backward, made for each class of arguments.
+"""Attention with a score modification on CUDA: one kernel forward, two backward, compiled for each class of arguments.
 
-Handles are shared by all calls with equal graphs, so that the layers of a model compile once.
+All calls with equal graphs share handles, so that the layers of a model compile once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fuser.reasons import because
 from fuser.runtime import launcher
 
 aten = torch.ops.aten
-_MOST_VARIANTS = 16  # kernels of one handle, for sizes that divide otherwise
+_MOST_VARIANTS = 16  # kernels of one handle, for sizes with other divisors
 _MOST_HANDLES = 256
 _KEYS = ("keys_count", "keys", "full_keys_count", "full_keys")
 _QUERIES = ("queries_count", "queries", "full_queries_count", "full_queries")
@@ -38,7 +38,7 @@ _LN2 = math.log(2)
 
 
 class Kernels:
-    """The kernels of one attention. Unsupported or CompileError where there are none for the arguments."""
+    """The kernels of one attention. Unsupported or CompileError if there are none for the arguments."""
 
     def __init__(self, mods: Mods | Added, sums: bool) -> None:
         self.mods, self.sums = mods, sums
@@ -49,7 +49,7 @@ class Kernels:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Blocks, buffers: Sequence[Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """The result, and the logarithms to base 2 of the sums of exponentials where they were asked for."""
+        """The result, and if requested, the logarithms to base 2 of the sums of exponentials."""
         names, lists, block = _listed(_KEYS, blocks.partial, blocks.full, blocks)
         found = self._run(("q", "k", "v", *names), block, (q, k, v, *lists, *buffers), buffers)
         return found[0], found[1] if self.sums else None
@@ -58,7 +58,7 @@ class Kernels:
         self, given: Sequence[torch.Tensor], out: torch.Tensor, sums: torch.Tensor, grad: torch.Tensor | None,
         grad_sums: torch.Tensor | None, blocks: Blocks, buffers: Sequence[Any],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """The gradients of `given` queries, keys and values."""
+        """The gradients of the queries, keys and values `given`."""
         q, k, v = given
         grad = torch.zeros_like(out) if grad is None else grad
         delta = self._deltas(out, grad)
@@ -106,7 +106,7 @@ class Kernels:
 def _listed(
     names: Sequence[str], partial: Any, full: Any, blocks: Blocks
 ) -> tuple[tuple[str, ...], tuple[torch.Tensor, ...], tuple[int, int] | None]:  # fmt: skip
-    """The names and tensors of lists, and the size of a block; nothing where one block is everything."""
+    """The names and tensors of the lists, and the size of a block; empty and None if one block is everything."""
     if partial is None:
         return (), (), None
     size = blocks.query_size, blocks.key_size
@@ -123,7 +123,7 @@ def _graph(mods: Mods | Added, buffers: int, others: tuple[str, ...]) -> Canonic
 
 
 def _handle(graph: CanonicalGraph, asked: Asked) -> Callable[..., Any]:
-    """A launcher's handle; arguments that no kernel takes yet get one."""
+    """A launcher's handle; arguments that no kernel accepts yet get a new kernel."""
     made: list[str] = []
     settings = config.snapshot()
     lock = forks.lock()

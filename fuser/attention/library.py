@@ -1,7 +1,8 @@
-"""ATen's attention on the CPU by products of a library and one kernel between them, forward and backward.
+"""ATen's attention on the CPU by products of a library with one kernel between them, forward and backward.
 
-ATen's own fused kernel multiplies 16-bit floats slowly on machines without tiles for them. Here a library multiplies
-some heads or rows at a time, and one kernel makes weights of their scores, or gradients, while these are in the cache.
+ATen's own fused kernel multiplies 16-bit floats slowly on machines without tile instructions for them. Here a library
+multiplies some heads or rows at a time, and one kernel computes weights from their scores, or gradients, while these
+are in cache.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 SCORES = 1 << 21  # bytes of a chunk's scores and weights for each thread, about
-LEAST_ROWS = 128  # of a chunk of one head; a product of fewer is slow
+LEAST_ROWS = 128  # of a chunk of one head; a product of fewer rows is slow
 _MOST_PACKED = 1 << 17  # elements
-REACHED_ROWS = 128  # of a chunk where the mask leaves each block of rows keys of its own
-_CAUSAL_PARTS = 4  # chunks of the rows of causal attention, so that keys behind all of them are left out
+REACHED_ROWS = 128  # rows of a chunk if the mask gives each block of rows keys of its own
+_CAUSAL_PARTS = 4  # chunks of the rows of causal attention, so that later keys are left out
 Part = tuple[slice, slice, slice]  # batches, heads of keys, rows of queries
 
 
@@ -36,7 +37,7 @@ Part = tuple[slice, slice, slice]  # batches, heads of keys, rows of queries
 class _Sizes:
     batch: int
     groups: int  # heads of keys
-    group: int  # heads of queries to each
+    group: int  # query heads for each of them
     rows: int
     keys: int
     causal: bool
@@ -49,7 +50,7 @@ class _Sizes:
         return _Sizes(q.shape[0], k.shape[1], q.shape[1] // k.shape[1], rows, keys, causal, here)
 
     def parts(self, score_bytes: int) -> Iterator[Part]:
-        """Chunks: several batches, or several heads of one, or rows of some heads."""
+        """Chunks: several batches, or several heads of one batch, or rows of some heads."""
         threads = torch.get_num_threads()
         most = max(SCORES * threads // score_bytes, 1)
         rows, keys = self.rows, max(self.keys, 1)
@@ -69,7 +70,7 @@ class _Sizes:
                     yield b, h, r
 
     def of_queries(self, heads: slice) -> slice:
-        """The heads of queries for those of keys."""
+        """The heads of queries that belong to heads of keys."""
         return slice(heads.start * self.group, heads.stop * self.group)
 
     def seen(self, rows: slice) -> slice:
@@ -90,12 +91,12 @@ class _Sizes:
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:
-    """`count` in slices of `size`."""
+    """Slices of at most `size` that cover `count`."""
     return (slice(n, min(n + size, count)) for n in range(0, count, size))
 
 
 def _even(count: int, most: int) -> int:
-    """How many of `count` are in a chunk of at most `most`, and at least one, so that all chunks are about as large."""
+    """The size of the chunks of `count`, at most `most` and at least one, such that all are about equal."""
     chunks = -(-count // max(min(most, count), 1))
     return -(-count // max(chunks, 1))
 
@@ -104,11 +105,12 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float | None,
     rounded: bool, sums: bool, reach: Reaching | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """`aten._scaled_dot_product_flash_attention_for_cpu` without dropout: the result, and logarithms of sums if asked.
+    """`aten._scaled_dot_product_flash_attention_for_cpu` without dropout: the result, and if requested, logarithms of
+    sums.
 
     q is [B, H, M, D], k [B, Hk, N, D], v [B, Hk, N, E], where Hk divides H; `mask`, of up to four dims, is added to
-    [B, H, M, N]. `rounded`: scores are rounded to the dtype of q before the scale and the mask, as by written products.
-    `reach`: the keys to which the mask leaves anything.
+    [B, H, M, N]. `rounded`: scores are rounded to the dtype of q before scale and mask, as by separate products.
+    `reach`: the keys that the mask does not exclude.
     """
     if not k.shape[2]:
         found: tuple[torch.Tensor, torch.Tensor] = FORWARD(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
@@ -149,7 +151,7 @@ def attend_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor, causal: bool,
     mask: torch.Tensor | None, scale: float | None, rounded: bool, reach: Reaching | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of queries, keys and values; `sums` are the logarithms that the forward direction gave."""
+    """The gradients of queries, keys and values; `sums` are the logarithms that the forward direction returned."""
     sizes = _Sizes.of(q, k, causal, reach)
     ways = Ways.of(q, k.shape[2], rounded)
     first, second = ways.first, ways.second
@@ -158,7 +160,7 @@ def attend_backward(
     logs = sums.unsqueeze(-1)
     parts = list(sizes.parts(2 * ways.score_bytes))
     whole = all(r.stop - r.start == sizes.rows for _, _, r in parts)
-    if whole and sizes.seen(slice(0, sizes.rows)) != slice(0, sizes.keys):  # nothing attends to the others
+    if whole and sizes.seen(slice(0, sizes.rows)) != slice(0, sizes.keys):  # no query attends to the other keys
         for gradient in gradients[1:]:
             gradient.zero_()
     totals = gradients[1:] if whole else tuple(torch.zeros_like(t, dtype=torch.float32) for t in gradients[1:])
@@ -173,7 +175,7 @@ def attend_backward(
         else:
             *of_queries, key1, value1, key2 = packed(*wanted, (k[b, h], first), (v[b, h], first), (k[b, h], second))
             heads_of = (b, h)
-        # Of one dtype both pairs are the same tensors.
+        # With one dtype, both pairs are the same tensors.
         query1, grad1, query2, grad2 = (sizes.joined(t) for t in (*of_queries[:2], *of_queries[-2:]))
         scores = ways.scores(query1, _matrices(key1, seen))
         through = ways.scores(grad1, _matrices(value1, seen))
@@ -199,9 +201,9 @@ def _factor(q: torch.Tensor, scale: float | None) -> float:
 
 
 def packed(*wanted: tuple[torch.Tensor, torch.dtype]) -> list[torch.Tensor]:
-    """Tensors of [B, H, T, D], each contiguous and of its dtype: by one kernel where they are small, else by ATen.
+    """Tensors of [B, H, T, D], each contiguous and of its dtype: by one kernel if they are small, else on ATen.
 
-    Large results of a kernel are not in the cache afterwards.
+    Large results of a kernel would not be in the cache afterwards.
     """
     if wanted[0][0].numel() > _MOST_PACKED:
         return [t.to(dtype).contiguous() for t, dtype in wanted]
@@ -215,18 +217,18 @@ def packed(*wanted: tuple[torch.Tensor, torch.dtype]) -> list[torch.Tensor]:
 
 
 def _like(t: torch.Tensor) -> torch.Tensor:
-    """A new [B, H, T, D] whose heads are behind T in memory, as ATen has gradients."""
+    """A new [B, H, T, D] tensor, stored as [B, T, H, D] as ATen's gradients are."""
     b, h, rows, width = t.shape
     return t.new_empty((b, rows, h, width)).transpose(1, 2)
 
 
 def _matrices(t: torch.Tensor, seen: slice) -> torch.Tensor:
-    """A packed chunk of keys or values, of those that are `seen`, as matrices."""
+    """The `seen` keys or values of a packed chunk, as matrices."""
     return t.flatten(0, 1)[:, seen]
 
 
 def _around(mask: torch.Tensor | None, part: Part, sizes: _Sizes) -> tuple[slice, list[torch.Tensor]]:
-    """The keys that a chunk attends to, and what its kernel reads beside scores: the mask, places of rows and keys."""
+    """The keys that a chunk attends to, and its kernel's inputs beside scores: the mask, indices of rows and keys."""
     b, h, r = part
     seen = sizes.seen(r)
     found: list[torch.Tensor] = []
@@ -250,7 +252,7 @@ def _places(count: int) -> torch.Tensor:
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
 def _read(graph: fx.Graph, name: str, paired: bool) -> fx.Node:
-    """Products in float32: one input of a new kernel's graph, or two to add."""
+    """Products in float32: one input of a new kernel's graph, or two that are added."""
     given = [graph.placeholder(n) for n in ((name, f"{name}_rest") if paired else (name,))]
     if paired:
         return add_pair(graph, *given)
@@ -283,7 +285,7 @@ def _forward(causal: bool, masked: bool, scale: float, paired: bool, dtype: torc
     graph = fx.Graph()
     weights, log = softmax(graph, _scaled(graph, _read(graph, "scores", paired), causal, masked, scale))
     results = [graph.call_function(aten._to_copy.default, (weights,), {"dtype": dtype})]
-    if sums:  # ATen's are 0 where no key is attended to
+    if sums:  # ATen's are 0 if no key is attended to
         nothing = graph.call_function(aten.eq.Scalar, (log, -float("inf")))
         log = graph.call_function(aten.where.ScalarSelf, (nothing, 0.0, log))
         results.append(graph.call_function(aten.squeeze.dim, (log, -1)))
@@ -293,7 +295,7 @@ def _forward(causal: bool, masked: bool, scale: float, paired: bool, dtype: torc
 
 @functools.lru_cache(maxsize=64)
 def _backward(causal: bool, masked: bool, scale: float, paired: bool, dtype: torch.dtype) -> Any:
-    """Weights, and gradients of scores before their scale."""
+    """The kernel that computes weights, and gradients of scores before scaling."""
     graph = fx.Graph()
     scores, wide = (_read(graph, name, paired) for name in ("scores", "through"))
     logs = graph.placeholder("logs")
@@ -304,7 +306,7 @@ def _backward(causal: bool, masked: bool, scale: float, paired: bool, dtype: tor
 
     weights = call(aten.exp.default, call(aten.sub.Tensor, value, logs))
     middle = call(aten.sum.dim_IntList, call(aten.mul.Tensor, weights, wide), [-1], True)
-    if masked:  # weights of a query that finite numbers mask are 1 for each key, as ATen's are: the logarithm is lost
+    if masked:  # if finite numbers mask all keys of a query, ATen's weights are 1 for each key: the logarithm is lost
         total = call(aten.sum.dim_IntList, weights, [-1], True)
         middle = call(aten.div.Tensor, middle, call(aten.clamp_min.default, total, 1.0))
     slopes = call(aten.mul.Tensor, weights, call(aten.sub.Tensor, wide, middle))

@@ -1,7 +1,7 @@
-"""In which dtype a library multiplies matrices for attention, and how exact scores come of 16-bit floats.
+"""Dtypes of a library's products for attention, and exact scores from 16-bit floats.
 
-Where scores must not be rounded to 16 bits, they are two products: the rounded one, and the product less the rounded
-one, which the library subtracts before it rounds. Both together cost half of a product in float32.
+Scores that must not be rounded to 16 bits are two products: the rounded one, and the product minus the rounded one,
+which the library subtracts before it rounds. Both together cost half of a float32 product.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import fx
 from fuser.lazy_dataclasses import dataclass
 
 aten = torch.ops.aten
-LEAST_PAIRED = 1 << 17  # multiplications, below which a library may have other products
+LEAST_PAIRED = 1 << 17  # multiplications, below which a library may compute other products
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype this machine multiplies matrices of `dtype`: in float32 where it has no fast products of them."""
+    """The dtype in which this machine multiplies matrices of `dtype`: float32 if it has no fast products of them."""
     return dtype if dtype.itemsize >= 4 or has_products(dtype) else torch.float32
 
 
 def has_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of a 16-bit dtype on this machine, and is not switched off."""
+    """Whether oneDNN multiplies matrices of a 16-bit dtype on this machine, and is enabled."""
     return bool(torch._C._get_mkldnn_enabled()) and _can_multiply(dtype)
 
 
@@ -37,9 +37,9 @@ def _can_multiply(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Ways:
-    """How products are made: those that scores are in `first`, those with weights in `second`.
+    """The dtypes of products: `first` for scores, `second` for products with weights.
 
-    `paired`: scores, in 16 bits, are followed by what rounding took from them.
+    `paired`: scores, in 16 bits, come with a second tensor, the remainder of their rounding.
     """
 
     first: torch.dtype
@@ -50,7 +50,7 @@ class Ways:
     def of(q: torch.Tensor, keys: int, rounded: bool) -> Ways:
         second = product_dtype(q.dtype)
         exact = not rounded and second.itemsize < 4
-        wide = second is torch.bfloat16  # float16 has too few exponents for scores before their scale
+        wide = second is torch.bfloat16  # float16 has too few exponents for scores before scaling
         paired = exact and wide and q.numel() * keys >= LEAST_PAIRED and _adds_unrounded(second)
         return Ways(torch.float32 if exact and not paired else second, second, paired)
 
@@ -67,7 +67,8 @@ class Ways:
 
 
 def add_pair(graph: fx.Graph, high: fx.Node, rest: fx.Node) -> fx.Node:
-    """The sum of what `Ways.scores` gives, in float32. Where the first is infinite the other is NaN, and left out."""
+    """The float32 sum of the tensors of `Ways.scores`. Where the first is infinite, the other is NaN and is left
+    out."""
 
     def call(target: Any, *args: Any) -> fx.Node:
         return graph.call_function(target, args)
@@ -79,7 +80,7 @@ def add_pair(graph: fx.Graph, high: fx.Node, rest: fx.Node) -> fx.Node:
 
 @functools.cache
 def _adds_unrounded(dtype: torch.dtype) -> bool:
-    """Whether `baddbmm` adds to a product of 16-bit floats before it rounds, as oneDNN does: checked once."""
+    """Whether `baddbmm` adds to a product of 16-bit floats before it rounds, as oneDNN does; checked once."""
     a = torch.linspace(-3, 3, 4 * 64 * 64, device="cpu").cos().view(4, 64, 64)
     a, b = a.to(dtype), a.sin().transpose(1, 2).to(dtype)
     high = torch.bmm(a, b)

@@ -1,6 +1,6 @@
-"""ATen's attention with a mask on CUDA, of which some blocks of keys are known to be masked: those are left alone.
+"""ATen's attention on CUDA with a mask that is known to exclude some blocks of keys: these are skipped.
 
-A kernel goes through the blocks that are left, and adds the mask where it is not known to be 0.
+A kernel loops over the remaining blocks, and adds the mask where it is not known to be 0.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 FORWARD, BACKWARD = (CUDNN, EFFICIENT), (CUDNN_BACKWARD, EFFICIENT_BACKWARD)
 SIDE = 128  # queries and keys of a block: the side of most tiles
-_ROWS_OF_SUMS = 32  # the efficient kernel's logarithms are for so many rows, and a multiple
+_ROWS_OF_SUMS = 32  # the efficient kernel's logarithms are padded to a multiple of this many rows
 _LN2 = math.log(2)
 
 
 class Reached:
-    """Takes the arguments of the operator `target` and gives its results; ATen runs it where no kernel can.
+    """Takes the arguments of the operator `target` and returns its results; ATen runs it if no kernel can.
 
-    `dims`: which of batch, head, query and key the mask has more than one element along.
+    `dims`: which of batch, head, query and key the mask varies along.
     """
 
     __name__ = "attention_of_some_keys"
@@ -83,7 +83,7 @@ class Reached:
         return self._made[sums]
 
     def _mask(self, bias: torch.Tensor) -> tuple[torch.Tensor]:
-        """The mask without the dims that it has one element along."""
+        """The mask without the dims in which it has one element."""
         first = 4 - bias.dim()
         return (bias[tuple(slice(None) if d in self.dims else 0 for d in range(first, 4))],)
 
@@ -99,7 +99,7 @@ class Reached:
 
 @functools.lru_cache(maxsize=64)
 def blocks_on(reach: Reach, device: torch.device) -> Blocks:
-    """The block mask of what is left: blocks in which the mask is added, and those in which it is 0."""
+    """The block mask of the remaining blocks: those in which the mask is added, and those in which it is 0."""
     rows, columns = -(-reach.rows // SIDE), -(-reach.keys // SIDE)
     left = torch.zeros((rows, columns), dtype=torch.bool, device="cpu")
     plain = torch.ones((rows, columns), dtype=torch.bool, device="cpu")
@@ -119,14 +119,14 @@ def blocks_on(reach: Reach, device: torch.device) -> Blocks:
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of each row are true, and which: int32, [1, 1, rows] and [1, 1, rows, columns]."""
+    """The number of true blocks in each row, and their indices: int32, [1, 1, rows] and [1, 1, rows, columns]."""
     order = (~blocks).to(torch.uint8).argsort(dim=-1, stable=True)
     return blocks.sum(-1).int()[None, None], order.int()[None, None].contiguous()
 
 
 @functools.cache
 def _zero(device: torch.device) -> torch.Tensor:
-    """In place of a generator's state, which attention without dropout does not read."""
+    """A placeholder for a generator's state, which attention without dropout does not read."""
     return torch.zeros((), dtype=torch.int64, device=device)
 
 

@@ -1,7 +1,7 @@
-"""What a user's `score_mod` and `mask_mod` do to one score, as a graph over all scores of a tile.
+"""A user's `score_mod` and `mask_mod` for one score, as a graph over all scores of a tile.
 
-Both are traced for one score: graphs of numbers (tensors without dims) that index captured tensors. Here every number
-becomes a tensor of four dims, batch, head, query and key, of which those that it does not depend on have one element.
+Both are traced for one score: graphs of numbers (0-dim tensors) that index captured tensors. Here every number becomes
+a tensor of four dims, batch, head, query and key, with one element in dims that it does not depend on.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fuser.lazy_dataclasses import dataclass
 
 aten = torch.ops.aten
 DIMS = 4  # batch, head, query, key
-# Functions that make a number: the number, or which argument it is.
+# Functions that create a number: the number, or the index of its argument.
 _MADE = {"new_ones": 1, "ones": 1, "new_zeros": 0, "zeros": 0}
 _FILLED = {"full": 1, "new_full": 2, "scalar_tensor": 0}
-# Functions that do nothing to one number.
+# Functions that do not change a single number.
 _SAME = frozenset(
     "alias alias_copy detach detach_copy lift_fresh lift_fresh_copy clone contiguous view reshape expand squeeze t"
     " resolve_conj resolve_neg".split()
 )
-# Elementwise functions that torch does not tag so.
+# Elementwise functions without torch's tag for these.
 _ELEMENTWISE = frozenset(
     "where _to_copy convert_element_type full_like zeros_like ones_like floor_divide rsub isclose special_ndtr"
     " hardswish _prelu_kernel hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward"
@@ -41,7 +41,8 @@ _TRUE = ("new_ones", "ones", "ones_like", "full", "new_full", "full_like")
 class Mods:
     """The graphs of one attention: `mod(score, b, h, q, k, *buffers)` and `mask(b, h, q, k, *buffers)`.
 
-    `joint(score, b, h, q, k, gradient, *buffers)` gives the gradient of the score first; None in the forward direction.
+    `joint(score, b, h, q, k, gradient, *buffers)` returns the gradient of the score first; None in the forward
+    direction.
     """
 
     mod: fx.GraphModule
@@ -53,12 +54,12 @@ class Mods:
 
     @property
     def gradient(self) -> bool:
-        """Whether the backward direction is asked for."""
+        """Whether the backward direction is wanted."""
         return self.joint is not None
 
     @property
     def masks(self) -> bool:
-        """Whether the mask leaves anything out: torch's default is a mask that is True everywhere."""
+        """Whether the mask excludes anything: torch's default is a mask that is True everywhere."""
         out = self.mask.graph.output_node().args[0]
         out = out[0] if isinstance(out, (tuple, list)) else out
         if not isinstance(out, fx.Node) or _name(out.target) not in _TRUE:
@@ -71,7 +72,7 @@ class Mods:
 class Added:
     """Scores to which a captured tensor is added in the blocks that a block mask lists as masked, and in no others.
 
-    `dims`: which of batch, head, query and key the tensor has. `gradient`: whether the backward direction is asked for.
+    `dims`: which of batch, head, query and key the tensor has. `gradient`: whether the backward direction is wanted.
     """
 
     dims: tuple[int, ...]
@@ -82,15 +83,15 @@ class Added:
 
 @dataclass(frozen=True)
 class _Part:
-    """A captured tensor that has been indexed along its first dims."""
+    """A captured tensor indexed along its first dims."""
 
     buffer: fx.Node
     index: tuple[Any, ...]
-    dims: int  # that are left
+    dims: int  # remaining dims
 
 
 class _Inliner:
-    """Writes a graph for one score into a graph over all of them. Raises Unsupported for what it does not know."""
+    """Copies a graph for one score into a graph over all of them. Raises Unsupported for unknown operators."""
 
     def __init__(self, graph: fx.Graph, score: fx.Node) -> None:
         self.graph, self.score = graph, score
@@ -131,7 +132,7 @@ class _Inliner:
         return self._number(number, value.dtype)
 
     def _number(self, value: Any, dtype: torch.dtype) -> fx.Node:
-        """A number of four dims on the device of the scores."""
+        """A number as a tensor of four dims on the device of the scores."""
         return self.call(aten.new_full.default, self.score, [1] * DIMS, value, dtype=dtype)
 
     def _made(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
@@ -187,7 +188,7 @@ def _is_pointwise(target: Any) -> bool:
 
 @dataclass(frozen=True)
 class Scores:
-    """A graph over scores being written, and the nodes of its results."""
+    """A graph over scores under construction, and the nodes of its results."""
 
     graph: fx.Graph
     index: tuple[fx.Node, ...]  # of batch, head, query and key
@@ -197,7 +198,7 @@ class Scores:
     masked_gradient: fx.Node | None = None
 
     def add_up(self) -> None:
-        """Have the graph return the sum of its results, of which kernels take the parts (`cuda.attention`)."""
+        """Let the graph return the sum of its results, from which kernels take the parts (`cuda.attention`)."""
         results = [n for n in (self.mod, self.masked, self.gradient, self.masked_gradient) if n is not None]
         total, *others = dict.fromkeys(results)
         for node in others:
@@ -206,14 +207,14 @@ class Scores:
 
 
 def of_keys_alone(scores: Scores, plain: Collection[Any]) -> list[fx.Node]:
-    """The nodes that depend on the index of the key and on no other, behind an operator that is not in `plain`.
+    """The nodes that depend on no index but the key's, and on an operator outside `plain`.
 
-    They are read by nodes that depend on more, and can be computed once for all rows.
+    Nodes with more dependences read them, and they can be computed once for all rows.
     """
     key = scores.index[-1]
     inputs = set(scores.graph.find_nodes(op="placeholder"))
     buffers = {n for n in inputs if n.name.startswith("buffer")}
-    alone: dict[fx.Node, bool] = {key: False}  # whether it costs something
+    alone: dict[fx.Node, bool] = {key: False}  # whether computing it costs something
     for node in scores.graph.nodes:
         given = node.all_input_nodes
         if node in inputs or node.op != "call_function" or not given:
@@ -226,7 +227,7 @@ def of_keys_alone(scores: Scores, plain: Collection[Any]) -> list[fx.Node]:
 def write_scores(
     mods: Mods | Added, buffers: int, working: torch.dtype = torch.float32, others: Sequence[str] = ()
 ) -> Scores:  # fmt: skip
-    """The graph of the scores of a tile; `buffers` is how many tensors and numbers mod and mask capture.
+    """The graph of the scores of a tile; `buffers` is the number of tensors and numbers that mod and mask capture.
 
     Its inputs: those named `others`, which it does not read, the buffers, the product of query and key, the indices of
     batch, head, query and key, and with `mods.joint` the gradient of the modified score. It has no output yet. Scores

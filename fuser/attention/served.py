@@ -1,4 +1,4 @@
-"""What is in a graph in place of `flex_attention` or its gradient: fused kernels, or else torch's own function."""
+"""The replacement of `flex_attention` and its gradient in a graph: fused kernels, or else torch's own function."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Buffers = Sequence[Any]
 
 
 class _Served:
-    """One call of a graph. `reason`: why torch's own function runs from then on, or None."""
+    """One call in a graph. `reason`: why torch's own function runs from now on, or None."""
 
-    # Why a node is in no group: see `reasons.reason_of_call`.
+    # The reason why a node is in no group: see `reasons.reason_of_call`.
     fuser_reason = because("library", "it has kernels of its own, with its score modification and its mask in them")
 
     def __init__(self, mods: Mods, options: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ class _Served:
         self.reason: str | None = None
 
     def fused(self, run: Callable[[], Any], *heads: torch.Tensor) -> Any:
-        """What `run` returns; None where there are no kernels for tensors like `heads`."""
+        """The result of `run`; None if there are no kernels for tensors like `heads`."""
         if self.reason is not None or not takes(*heads):
             return None
         try:
@@ -115,7 +115,7 @@ class Backward(_Served):
 
 
 def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether kernels take tensors like these."""
+    """Whether kernels accept tensors like these."""
     return (
         all(type(t) in (torch.Tensor, torch.nn.Parameter) and t.dim() == 4 for t in (q, k, v))
         and q.dtype in DTYPES.get(q.device.type, ())

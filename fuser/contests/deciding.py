@@ -1,4 +1,4 @@
-"""Contests on the CPU by class: each is held once, in this process or in an earlier one that kept its outcome."""
+"""Contests on the CPU by class: each runs once, in this process or in an earlier one that kept its outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fuser.contests.records import Choice
 
 
 class Decisions:
-    """Contests of one kind. Threads that ask for one class wait for one contest."""
+    """The decisions of one kind of contest. Threads that need the same class wait for one contest."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -27,10 +27,11 @@ class Decisions:
         self, key: Any, names: Sequence[str], what: str, enter: Callable[[], Mapping[str, Contestant]],
         favoured: str = "",
     ) -> Choice:  # fmt: skip
-        """The outcome for a class, known or by a contest now of what `enter` makes; the first name is the incumbent.
+        """The outcome for a class, known or from a contest now between the entries of `enter`; the first name is the
+        incumbent.
 
-        A contest that fails does not end the program: then the incumbent wins, without times, in this process.
-        `favoured` is the one that stays where it gives the incumbent's result and nothing is clearly faster.
+        A contest that fails does not end the program: the incumbent then wins in this process, without times.
+        `favoured` is the entry that stays if its result is the incumbent's and nothing is clearly faster.
         """
         whole = key, tuple(names), torch.get_num_threads(), torch._C._get_mkldnn_enabled()
         found = self._made.get(whole)
@@ -62,7 +63,7 @@ class Decisions:
 def _held(
     enter: Callable[[], Mapping[str, Contestant]], incumbent: str, what: str, favoured: str
 ) -> tuple[Choice, bool]:
-    """A contest as if nothing were traced: Dynamo's dispatcher in Python takes longer than a small product."""
+    """Run a contest outside of tracing: Dynamo's Python dispatcher takes longer than a small product."""
     untraced: Any = torch._C._DisablePythonDispatcher()
     plain = torch.autocast("cpu", enabled=False)
     with untraced, _disable_current_modes(), unset_fake_temporarily(), torch.no_grad(), plain:
@@ -70,7 +71,7 @@ def _held(
 
 
 def numbers(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Operands of contests, each time the same: a few thousand normal numbers over and over."""
+    """Operands of contests, always the same: a few thousand normal numbers, repeated."""
     chance = torch.Generator(device="cpu").manual_seed(seed)
     block = torch.randn(max(1, min(count, 8191)), generator=chance, device="cpu", dtype=torch.float32).to(dtype)
     return block.repeat(-(-count // block.numel()))[:count]

@@ -1,8 +1,8 @@
-"""Which of several calls on the CPU is the fastest: all give the same result, and run turn by turn.
+"""Races: which of several calls on the CPU is the fastest. All give the same result, and run in turns.
 
-The time of a contestant is the least of its samples; to replace the incumbent, its median must be less, too. A
-contestant that raises or gives another result is left out, with the reason. Where memory does not suffice, the
-incumbent stays, and nothing is kept on disk.
+A contestant's time is its fastest sample; to replace the incumbent, its median has to be smaller, too. A contestant
+that raises or gives another result is left out, with the reason. If memory does not suffice, the incumbent stays, and
+nothing is kept on disk.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from fuser.contests.records import Choice
 from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import process
 
-_SAMPLE_SECONDS = 1.5e-4  # short calls are made several times for one sample
+_SAMPLE_SECONDS = 1.5e-4  # a sample is several short calls, or one long call
 _FEWEST, _MOST = 3, 15  # rounds
-_SECONDS, _NOISY_SECONDS = 0.02, 0.06  # no round begins after so long, but for the fewest
-_NOISE = 1.25  # usual over least time, from which a machine counts as noisy
-_BUSY = 2.0  # the same, from which nothing is kept
-_LOADED = 1.25  # load for each processor, from which nothing is kept
-_CLEARLY = 1.05  # whose least time is this times the usual time of the best is timed no longer
-# How far results of two contestants may differ, as a part of the largest absolute value.
+_SECONDS, _NOISY_SECONDS = 0.02, 0.06  # seconds after which no round begins, except the fewest
+_NOISE = 1.25  # median over fastest time, from which a machine counts as noisy
+_BUSY = 2.0  # the same, from which nothing is kept on disk
+_LOADED = 1.25  # load per processor, from which nothing is kept on disk
+_CLEARLY = 1.05  # a contestant whose fastest time is this times the best one's median is not timed further
+# The largest difference of two contestants' results, relative to the largest absolute value.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-# A call that this thread spent less of on a processor was stalled: threads of a library's team waited for a processor.
+# A call that ran less than this share of its time on a processor was stalled: a library's threads waited for
+# processors.
 _LEAST_SHARE = 0.6
-_PAUSES = (0.05, 0.15)  # seconds before a stalled contest is held again
-_QUIET_SECONDS = 1.5  # so long a contest waits for this process's compilers to end
+_PAUSES = (0.05, 0.15)  # seconds before a stalled contest is repeated
+_QUIET_SECONDS = 1.5  # most seconds that a contest waits for this process's compilers to end
 _racing = forks.lock()
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """`run` is timed; `result` gives what is compared with the incumbent's, `run` itself if there is none."""
+    """`run` is timed; `result` gives the value to compare with the incumbent's, by default `run` itself."""
 
     run: Callable[[], Any]
     result: Callable[[], Any] | None = None
@@ -53,7 +54,7 @@ class _Samples:
     run: Callable[[], Any]
     calls: int = 1  # in a sample
     seconds: list[float] = field(default_factory=list)
-    share: float = 0.0  # the largest part of a sample that this thread was on a processor
+    share: float = 0.0  # the largest share of a sample that this thread was on a processor
 
     def take(self, now: Clock) -> None:
         while True:
@@ -70,7 +71,7 @@ class _Samples:
 
 
 def failing(error: Exception) -> Contestant:
-    """A contestant that could not even be made, for the reason to be told."""
+    """A contestant that could not be built, with the error to report."""
 
     def run() -> Any:
         raise error
@@ -79,7 +80,7 @@ def failing(error: Exception) -> Contestant:
 
 
 class Unfinished(Exception):
-    """A contest that ended without a verdict, the sentence that says why, and the contestant to take; None: nobody."""
+    """A contest that ended without a verdict: the reason as a sentence, and the contestant to take, None for none."""
 
     def __init__(self, why: str, stays: str | None = None) -> None:
         super().__init__(why)
@@ -93,8 +94,8 @@ def race(
     """The fastest of some contestants, and whether the machine was quiet enough to keep that for other processes.
 
     All have to give the result of `incumbent`, one of them, which stays unless another is clearly faster. If
-    `favoured` gives that result, it is the one that stays. Unfinished if memory does not suffice, or the incumbent
-    itself fails, or calls are stalled whenever they are timed.
+    `favoured` gives that result, it stays in place of the incumbent. Unfinished if memory does not suffice, the
+    incumbent itself fails, or calls are stalled whenever they are timed.
     """
     with _racing, torch.no_grad():
         try:
@@ -113,9 +114,9 @@ def race(
 
 
 def _is_loaded() -> bool:
-    """Whether more threads want processors than the machine has: those of a library's team then take turns.
+    """Whether more threads are running than the machine has processors, so that a library's threads take turns.
 
-    That slows down contestants unequally, and evenly enough for each that its own samples do not show it.
+    That slows down contestants unequally, but each one's samples evenly, so they do not show it.
     """
     try:
         return os.getloadavg()[0] > _LOADED * (os.cpu_count() or 1)
@@ -124,7 +125,7 @@ def _is_loaded() -> bool:
 
 
 def _checked(contestants: Mapping[str, Contestant], incumbent: str) -> tuple[dict[str, Callable[[], Any]], list[str]]:
-    """Contestants that give the incumbent's result, and why others do not compete."""
+    """Contestants that give the incumbent's result, and the reasons why others do not compete."""
     first = contestants[incumbent]
     try:
         want = (first.result or first.run)()
@@ -150,7 +151,7 @@ def _checked(contestants: Mapping[str, Contestant], incumbent: str) -> tuple[dic
 
 
 def said(e: BaseException) -> str:
-    """An error in one line."""
+    """An error as one line."""
     return f"{type(e).__name__}: {(str(e).strip() or '.').splitlines()[0]}"
 
 
@@ -161,7 +162,7 @@ def _is_lack_of_memory(e: BaseException) -> bool:
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> str | None:
-    """In what a result differs from another by more than rounding; None if it does not."""
+    """How a result differs from another by more than rounding, as a sentence; None if it does not."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"its result is {got.dtype} of {tuple(got.shape)}, not {want.dtype} of {tuple(want.shape)}"
     if not want.numel():
@@ -172,14 +173,14 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> str | None:
 
 
 def _wait_for_compilers() -> None:
-    """Compilers of this process take processors from the teams of libraries, which then wait for their slowest."""
+    """Wait for this process's compilers: they take processors from the threads of libraries."""
     end = time.perf_counter() + _QUIET_SECONDS
     while process.are_running() and time.perf_counter() < end:
         time.sleep(0.005)
 
 
 def _unstalled(runs: Mapping[str, Callable[[], Any]], now: Clock, incumbent: str) -> dict[str, list[float]]:
-    """The seconds of a call of each, at a moment when calls are not stalled."""
+    """The seconds of each contestant's calls, taken when calls are not stalled."""
     for pause in (*_PAUSES, 0.0):
         samples = _timed(runs, now)
         if all(s.share >= _LEAST_SHARE for s in samples.values()):
@@ -189,7 +190,7 @@ def _unstalled(runs: Mapping[str, Callable[[], Any]], now: Clock, incumbent: str
 
 
 def _timed(runs: Mapping[str, Callable[[], Any]], now: Clock) -> dict[str, _Samples]:
-    """Calls of each, timed round by round."""
+    """Samples of each contestant, timed in rounds."""
     samples = {name: _Samples(run) for name, run in runs.items()}
     racing = list(samples)
     start = now()
@@ -210,7 +211,7 @@ def _is_steady(seconds: list[float]) -> bool:
 
 
 def _judged(seconds: Mapping[str, list[float]], incumbent: str) -> Choice:
-    """The fastest by its least time, unless the incumbent's usual time is no longer than its own."""
+    """The contestant with the fastest time, unless the incumbent's median is not longer than its own."""
     choice = records.decide({name: 1e6 * min(s) for name, s in seconds.items()}, incumbent)
     if choice.winner == incumbent:
         return choice

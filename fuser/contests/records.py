@@ -1,4 +1,5 @@
-"""What contests decided: in this process, and on disk for one machine, one pair of versions and one class of inputs."""
+"""The decisions of contests: in this process, and on disk for one machine, one pair of versions and one class of
+inputs."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from fuser.runtime import eviction, files
 
 settings: Any = config  # its attributes are made from a table
 
-FORMAT = 5  # to raise when outcomes of before no longer hold, such as when contests measure otherwise
-MARGIN = 0.97  # a rival has to take less than this of the incumbent's time
-_LIBRARIES = ("DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_")  # beginnings of the variables that change libraries
+FORMAT = 5  # to be raised when earlier outcomes are no longer valid, such as when contests measure in another way
+MARGIN = 0.97  # a contestant has to take less than this share of the incumbent's time
+_LIBRARIES = ("DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_")  # prefixes of environment variables that change libraries
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Who won, why it was decided so, each contestant's microseconds in order of speed, and what it was about."""
+    """The winner, the reason, each contestant's microseconds sorted by speed, and the subject."""
 
     winner: str
     reason: str
@@ -42,10 +43,10 @@ _made: dict[str, Choice] = {}  # by name, in this process
 
 
 def choices() -> tuple[Choice, ...]:
-    """What was decided by contests, such as which of two forms of a group is faster on this machine.
+    """The decisions of contests, such as which of two forms of a group is faster on this machine.
 
     Returns:
-        A `Choice` for each decision of this process, and for each that it took from the disk.
+        A `Choice` for each decision of this process, and for each that it read from disk.
     """
     return tuple(_made.values())
 
@@ -56,13 +57,13 @@ def name_of(*parts: Any) -> str:
 
 
 def machine() -> tuple[Any, ...]:
-    """What times on the CPU depend on: the processor, the number of threads, settings of libraries."""
+    """The facts on which CPU times depend: the processor, the number of threads, settings of libraries."""
     variables = sorted((k, v) for k, v in os.environ.items() if k.startswith(_LIBRARIES))
     return machines.cpu_text(), torch.get_num_threads(), tuple(variables)
 
 
 def cpu_folder() -> pathlib.Path | None:
-    """The folder of choices about the CPU; None if nothing can be kept."""
+    """The folder of CPU choices; None if nothing can be kept."""
     if not settings.cache_dir:
         return None
     try:
@@ -75,7 +76,7 @@ def cpu_folder() -> pathlib.Path | None:
 
 
 def find(name: str, folder: pathlib.Path | None) -> Choice | None:
-    """An earlier choice, of this process or in `folder`; None if there is none that can be read."""
+    """An earlier choice of this process or in `folder`; None if there is none or it cannot be read."""
     if name in _made or folder is None:
         return _made.get(name)
     try:
@@ -89,16 +90,16 @@ def find(name: str, folder: pathlib.Path | None) -> Choice | None:
 
 
 def remember(name: str, choice: Choice) -> None:
-    """Remember a choice in this process."""
+    """Store a choice in this process."""
     _made[name] = choice
 
 
 def keep(name: str, choice: Choice, folder: pathlib.Path | None) -> None:
-    """Remember a choice here and in `folder`."""
+    """Store a choice in this process and in `folder`."""
     remember(name, choice)
     if folder is not None:
         data = json.dumps(dataclasses.asdict(choice)).encode()
-        with contextlib.suppress(OSError):  # a full disk, or a folder that cannot be written
+        with contextlib.suppress(OSError):  # a full disk, or a read-only folder
             files.write(folder / f"{name}.choice.json", data)
             eviction.note(len(data))
 

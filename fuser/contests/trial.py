@@ -1,14 +1,14 @@
-"""Whether a kernel is slower than what it replaces, beyond what noise explains.
+"""Trials: whether a kernel is slower than what it replaces, beyond noise.
 
-Both run in turns. A call took at most the seconds on the clock and at least the CPU seconds of its thread: the two
-differ where the thread waited for a processor. A kernel is slower if the least CPU time of its calls is above what most
-of the other's calls took on the clock, by a margin, and if calls of equal length would show this order in fewer than
-one of `1 / _CHANCE` contests (a rank test, which knows nothing of how noise is distributed). Noise therefore makes
+Both run in turns. The time of a call is at most its seconds on the clock and at least the CPU seconds of its thread:
+the two differ if the thread waited for a processor. A kernel is slower if the least CPU time of its calls exceeds, by
+a margin, the clock time of most of the other's calls, and if calls of equal length would show this order in fewer than
+one of `1 / _CHANCE` contests (a rank test, which assumes nothing about the distribution of noise). So noise makes
 contests end without a verdict; it does not make a kernel lose.
 
-With a limit below 1 the kernel has to prove itself: it also loses if its least time is above the limit times the
-other's, or its median is while its least is not clearly below. That is meant for single operators, where nothing is
-gained but what the loops themselves are better by, and the other is the very code that eager runs.
+With a limit below 1 the kernel has to prove itself: it also loses if its least time exceeds the limit times the
+other's, or if its median does while its least time is not clearly below. This is for single operators, where only
+better loops can gain, and the other is the very code that eager runs.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ import torch
 from fuser.contests.middle import median
 from fuser.lazy_dataclasses import dataclass
 
-Clock = Callable[[], tuple[float, float]]  # seconds on the clock, and of this thread on a processor
+Clock = Callable[[], tuple[float, float]]  # seconds on the clock, and CPU seconds of this thread
 
 _CHANCE = 0.005
-_SAMPLE_SECONDS = 2e-4  # short calls are made several times for one sample
-_FEWEST, _MOST = 5, 15  # rounds: so many where a call takes long, and at most
-_SECONDS = 0.02  # no round begins after so much CPU time, but for the fewest
-_CLEARLY, _CLEAR_ROUNDS = 0.9, 3  # a kernel that takes less than this of the other's time is timed no longer
-_FAR = 0.25  # nor is one that takes less than this of it in the second call already
-# A call with more page faults wrote into new pages, as the first few calls do wherever malloc puts their results.
+_SAMPLE_SECONDS = 2e-4  # a sample is several short calls, or one long call
+_FEWEST, _MOST = 5, 15  # rounds: the fewest if a call takes long, and the most
+_SECONDS = 0.02  # CPU seconds after which no round begins, except the fewest
+_CLEARLY, _CLEAR_ROUNDS = 0.9, 3  # a kernel that takes less than this share of the other's time is not timed further
+_FAR = 0.25  # nor is one that takes less than this share in the second call already
+# A call with more page faults wrote to new pages, as the first calls do wherever malloc puts their results.
 _FAULTS = 16
-_COLD_SECONDS = 0.04  # CPU time after which they may, where each call goes on to: malloc maps blocks of 32 MiB anew
-_MAPPED = (32 << 20) // 4096  # page faults that such a block makes, in the smallest pages
-_SETTLING_SECONDS = 0.12  # the same for smaller ones, which malloc finds again after a few calls
+_COLD_SECONDS = 0.04  # of CPU time, as long as each call does so: malloc maps blocks of 32 MiB anew
+_MAPPED = (32 << 20) // 4096  # page faults of such a block with the smallest pages
+_SETTLING_SECONDS = 0.12  # the same for smaller blocks, which malloc reuses after a few calls
 _COLD = 6  # samples
-_PATIENCE = 3  # seconds on the clock for each of these two limits where threads wait for processors
+_PATIENCE = 3  # factor on these two limits in seconds on the clock, for threads that wait for processors
 
 
 def clock() -> tuple[float, float]:
-    """Now: seconds on the clock, and CPU seconds of this thread."""
+    """The present time: seconds on the clock, and CPU seconds of this thread."""
     return time.perf_counter(), time.thread_time()
 
 
 def _page_faults() -> int:
-    """How many pages this process has begun to use; 0 where the system does not say."""
+    """The number of minor page faults of this process; 0 if the system does not tell."""
     try:
         import resource  # most processes find their kernels judged already
-    except ImportError:  # a system that is no Unix
+    except ImportError:  # not a Unix system
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @dataclass
 class Samples:
-    """Seconds a call of one contestant: at most (on the clock) and at least (on a processor), for each round."""
+    """Seconds of a call of one contestant in each round: upper bounds (clock) and lower bounds (CPU)."""
 
     most: list[float] = field(default_factory=list)
     least: list[float] = field(default_factory=list)
     calls: int = 1  # in a sample
-    cold: int = 0  # samples that were taken again
+    cold: int = 0  # samples that were repeated
 
     def take(self, function: Callable[..., Any], args: Sequence[Any], now: Clock) -> None:
-        """Run one more sample. The first finds how many calls make one. Up to `_COLD`, for all samples together, are
-        taken again for pages that were new and stay with the heap."""
+        """Run one more sample. The first also finds the number of calls in a sample. Up to `_COLD` samples in all are
+        repeated because they wrote to new pages that stay in the heap."""
         while True:
             faults, (start, began) = _page_faults(), now()
             for _ in range(self.calls):
@@ -84,10 +84,10 @@ class Samples:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How long the kernel takes as a multiple of the other, and whether it is surely slower.
+    """The kernel's time relative to the other's, and whether it is certainly slower.
 
-    `faster`: it is surely faster, even by the worst of both clocks. The multiple is of the least of each; of the
-    medians where these decided.
+    `faster`: it is certainly faster, even by the worse of the two clocks. The ratio is of the least times, or of the
+    medians if these decided.
     """
 
     ratio: float
@@ -98,11 +98,11 @@ class Outcome:
 def compete(
     kernel: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any], limit: float, now: Clock = clock
 ) -> Outcome:
-    """Time two functions of `args` beside each other, until it is known whether the kernel is `limit` times slower.
+    """Time two functions of `args` in turns, until it is known whether the kernel is `limit` times slower.
 
-    3 rounds (5 with a limit below 1, 2 of long calls) where the kernel is clearly faster; else up to 15 within 20 ms of
-    CPU time, and at least 5. Calls before these are not rounds (`_warm_up`), but settle what is clear by a factor of 4.
-    Where both wait for processors, 2 rounds are enough for a kernel that is faster by either clock.
+    3 rounds (5 with a limit below 1, 2 of long calls) if the kernel is clearly faster; else up to 15 within 20 ms of
+    CPU time, and at least 5. Calls before the rounds (`_warm_up`) decide differences of a factor of 4. If both wait
+    for processors, 2 rounds suffice for a kernel that is faster by each clock.
     """
     clear = _warm_up(kernel, other, args, limit, now)
     if clear is not None:
@@ -128,13 +128,13 @@ def compete(
 
 
 def _is_over(start: tuple[float, float], end: tuple[float, float], seconds: float) -> tuple[bool, bool]:
-    """Whether so many seconds of CPU time have passed; `_PATIENCE` times as many on the clock."""
+    """Whether `seconds` of CPU time have passed, and whether `_PATIENCE` times as many have on the clock."""
     wall, cpu = _between(start, end)
     return cpu > seconds, wall > _PATIENCE * seconds
 
 
 def _is_faster(mine: Samples, theirs: Samples, limit: float, waits: bool) -> bool:
-    """Whether the least of mine is below `limit` of the least of theirs at worst; if both wait, by either clock."""
+    """Whether the kernel's least time is at worst below `limit` of the other's; if both wait, by each clock."""
     fastest = min(mine.most)
     if fastest < limit * min(theirs.least):
         return True
@@ -144,10 +144,11 @@ def _is_faster(mine: Samples, theirs: Samples, limit: float, waits: bool) -> boo
 def _warm_up(
     kernel: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any], limit: float, now: Clock
 ) -> tuple[float, bool] | None:
-    """Call both in turns, at least twice, until they write into no new pages; once is enough where that takes long.
+    """Call both in turns, at least twice, until they write to no new pages; once suffices if a call takes long.
 
-    The kernel's time by the other's as soon as a call after the first settles it: below `_FAR` by the worst of both
-    clocks, which is sure; if both wait for processors, below twice that by each clock. None if none does.
+    Returns the ratio of the kernel's time to the other's once a call after the first decides: below `_FAR` by the
+    worse clock, which is certain, or if both wait for processors, below twice that by each clock. None if no call
+    does.
     """
     far, start = _FAR * min(limit, 1.0), now()
     for n in range(_MOST):
@@ -175,11 +176,11 @@ def _between(start: tuple[float, float], end: tuple[float, float]) -> tuple[floa
 
 
 def is_slower(mine: Sequence[float], theirs: Sequence[float], limit: float) -> bool:
-    """Whether times of equally many calls each show that mine take more than `limit` times as long.
+    """Whether the times of equally many calls show that the first take more than `limit` times as long.
 
-    All of mine must be above `limit` times those of theirs that are left without the `m` longest. Of all orders of 2n
-    equally distributed numbers, a share of C(n + m, m) / C(2n, n) is like that; `m` is the most with a share of at most
-    `_CHANCE`.
+    All of the first have to exceed `limit` times the second without its `m` longest. Of all orders of 2n equally
+    distributed numbers, a share of C(n + m, m) / C(2n, n) has this property; `m` is the largest with a share of at
+    most `_CHANCE`.
     """
     n = len(mine)
     orders = math.comb(2 * n, n)
@@ -188,7 +189,7 @@ def is_slower(mine: Sequence[float], theirs: Sequence[float], limit: float) -> b
 
 
 def seconds_a_call(function: Callable[..., Any], args: Sequence[Any], least: float) -> float:
-    """Seconds that a call takes, over as many as take `least` seconds; on a GPU the device is waited for."""
+    """Seconds of a call, averaged over as many as take `least` seconds; a GPU is synchronised."""
     on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
     done: Callable[[], Any] = torch.cuda.synchronize if on_gpu else lambda: None
     calls = 0

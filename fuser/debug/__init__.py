@@ -1,4 +1,4 @@
-"""What was fused, into which code, and why the rest was not."""
+"""Inspection: which groups were fused into which code, and why other operators were not."""
 
 from fuser.contests.records import choices
 from fuser.cuda.graphs import recorded

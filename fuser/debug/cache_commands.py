@@ -1,4 +1,4 @@
-"""`python -m fuser cache`: the module `fuser.cache` as commands. Exit code 1 where something is wrong, 2 on refusal."""
+"""`python -m fuser cache`: the module `fuser.cache` as commands. Exit code 1 if an entry is bad, 2 on errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DAY = 86400.0
 
 
 def add_to(commands: Any) -> None:
-    """Add the commands to a parser's."""
+    """Add the command and its actions to a parser's subcommands."""
     parser = commands.add_parser("cache", help="the kernels that are kept on disk")
     actions = parser.add_subparsers(dest="action", required=True)
     one = actions.add_parser("list", help="what the cache holds")
@@ -42,7 +42,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Run a command; the process's exit code."""
+    """Run a command; returns the process's exit code."""
     try:
         return _ACTIONS[asked.action](asked)
     except (cache.ArchiveError, ValueError, OSError, FuserError) as e:

@@ -1,4 +1,4 @@
-"""An op or reduction of the table, compiled by itself and compared with what its row says that torch computes."""
+"""Checks of single ops and reductions of the table: each is compiled by itself and compared with its row's `eval`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fuser.passes.extending import lower_to_op, register_lowering, sample_argume
 from fuser.passes.own_reductions import lower_to_reduction
 
 _NAMESPACE = "fuser_check"
-_SHAPES = ((3, 130), (200, 3), (2, 515), (4, 1))  # rows of several registers and less, with a tail
+_SHAPES = ((3, 130), (200, 3), (2, 515), (4, 1))  # of several registers and fewer, with a tail
 
 
 def check_op(name: str, device: str = "cpu") -> None:
@@ -89,7 +89,7 @@ def _is_number(value: Any) -> bool:
 def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, TypeError, AssertionError) as e:  # the last for CUDA in a torch that has none
+    except (RuntimeError, TypeError, AssertionError) as e:  # the last: CUDA in a torch without it
         why = str(e).splitlines()[0]
         raise ConfigError(f"device={device!r} cannot be used: {why}; expected one such as 'cpu'") from None
 
@@ -112,7 +112,7 @@ def _check_reduction(
 
 
 def _run(module: torch.fx.GraphModule, args: list[torch.Tensor]) -> tuple[torch.Tensor, str]:
-    """The result of a group of its own, and the reason if no kernel made it."""
+    """The result of a group of its own, and the reason if no kernel computed it."""
     with config.override(slowest=0.0):
         key = interface.register_fusion(module)
         try:
@@ -142,7 +142,7 @@ def _check(row: OpRow, module: torch.fx.GraphModule, dtype: torch.dtype, device:
 
 @contextlib.contextmanager
 def _operator(row: OpRow) -> Iterator[torch._ops.OpOverload]:
-    """An operator of torch that computes `row.eval`, lowered to the op."""
+    """A torch operator that computes `row.eval` and is lowered to the op."""
     names = [f"a{n}" for n in range(row.arity)]
     with torch.library._scoped_library(_NAMESPACE, "FRAGMENT") as library:
         library.define(f"{row.name}({', '.join(f'Tensor {n}' for n in names)}) -> Tensor")
@@ -154,7 +154,7 @@ def _operator(row: OpRow) -> Iterator[torch._ops.OpOverload]:
 
 @contextlib.contextmanager
 def _reducing(row: ReductionRow) -> Iterator[torch._ops.OpOverload]:
-    """An operator of torch that computes `row.eval` over dims, lowered to the reduction."""
+    """A torch operator that computes `row.eval` over dims and is lowered to the reduction."""
 
     def sizes(x: torch.Tensor, dim: list[int], keepdim: bool = False) -> torch.Tensor:
         return torch.empty_like(x.sum(dim, keepdim), dtype=row.result_dtype(x.dtype))

@@ -1,4 +1,4 @@
-"""`python -m fuser doctor`: what this machine has of all that is needed, each with ok or the cure."""
+"""`python -m fuser doctor`: the state of all that this machine needs, each with ok or the cure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ISAS = ("avx512f", "avx2", "sse4_2", "asimd")
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one thing. `cure` says what to do; empty if nothing needs to be done."""
+    """The result of one check. `cure` says what to do; empty if nothing has to be done."""
 
     name: str
     found: str
@@ -128,7 +128,7 @@ CHECKS: tuple[Callable[[], Finding | tuple[Finding, ...]], ...] = (
 
 
 def examine() -> tuple[Finding, ...]:
-    """What is found of each thing."""
+    """The findings of all checks."""
     found: list[Finding] = []
     for check in CHECKS:
         one = check()
@@ -137,7 +137,7 @@ def examine() -> tuple[Finding, ...]:
 
 
 def doctor() -> int:
-    """Print what is found; 1 if something needs a cure, else 0."""
+    """Print the findings; returns 1 if something needs a cure, else 0."""
     findings = examine()
     for finding in findings:
         print(finding)

@@ -1,4 +1,5 @@
-"""An explanation in a notebook: tables and folds, light or dark as the reader's system. `page.py` makes the report."""
+"""An explanation as HTML for notebooks: tables and folds, light or dark as the reader's system. `page.py` makes the
+report."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _STYLE = """
 
 
 def fragment(e: Explanation) -> str:
-    """A part of a document, without code: what a notebook shows."""
+    """The explanation as a part of a document, without scripts, as a notebook shows it."""
     return f"<style>{_STYLE}</style>{_body(e)}"
 
 

@@ -1,4 +1,4 @@
-"""An explanation in plain text: what matters first, nothing wider than the terminal, long lists cut."""
+"""An explanation as plain text: the most important first, lines cut to the terminal's width, long lists cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEAST_WIDTH, _WIDTH = 60, 120
 
 
 def overview(e: Explanation) -> str:
-    """The whole in some dozens of lines."""
+    """The whole explanation in some dozens of lines."""
     width = max(_LEAST_WIDTH, min(shutil.get_terminal_size((_WIDTH, 0)).columns, 160))
     lines = [headline(e), *(line for g in e.graphs for line in _graph(g))]
     if e.others:
@@ -31,7 +31,7 @@ def overview(e: Explanation) -> str:
 
 
 def headline(e: Explanation) -> str:
-    """What there is, in numbers."""
+    """The first lines: counts of graphs, groups, kernels and operators, and times."""
     groups, kernels = e.groups, e.kernels
     fused, left = len(e.fused), len(e.not_fused)
     compiling = sum({g.key: g.seconds for g in groups}.values())
@@ -63,7 +63,7 @@ def _graph(g: Graph) -> Iterator[str]:
 
 
 def _equal_groups(groups: Sequence[Group]) -> list[str]:
-    """A line for each kind of group."""
+    """A line for each kind of equal groups."""
     kinds: dict[int, list[Group]] = {}
     for g in groups:
         kinds.setdefault(g.key, []).append(g)
@@ -81,7 +81,7 @@ def _group(g: Group, times: int) -> str:
 
 
 def _equal_operators(found: Sequence[Operator]) -> list[str]:
-    """A line for each operator with one reason, the most bytes first; with the lines that it is on."""
+    """A line for each operator and reason, most bytes first, with its source lines."""
     alike: dict[tuple[str, str], list[Operator]] = {}
     for o in found:
         alike.setdefault((o.op, o.reason), []).append(o)
@@ -113,7 +113,7 @@ def _reasons(e: Explanation) -> list[str]:
 
 
 def said(reason: str) -> str:
-    """What Dynamo says of a break or a guard, in one line, without its hints."""
+    """Dynamo's text about a break or a guard in one line, without its hints."""
     plain = re.split(r"\s*(?:Hint:|Developer debug context:)", reason, maxsplit=1)[0]
     return " ".join(plain.split()) or "no reason is known"
 
@@ -128,13 +128,13 @@ def _fit(line: str, width: int) -> str:
 
 
 def short(at: str) -> str:
-    """`file:line` with the file below the working directory, or its last two folders."""
+    """`file:line` with the file relative to the working directory, or with its last two folders."""
     here = os.getcwd() + os.sep
     return at.removeprefix(here) if at.startswith(here) else os.sep.join(at.split(os.sep)[-2:])
 
 
 def lines_of(sources: Sequence[Source | None]) -> str:
-    """The lines of some operators: `model.py:12,14`, several files with blanks between."""
+    """The source lines of operators: `model.py:12,14`, several files separated by spaces."""
     found: dict[str, dict[int, None]] = {}
     for s in sources:
         if s is not None:

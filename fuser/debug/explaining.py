@@ -1,4 +1,4 @@
-"""One fusion in words: its graph, its kernels and what they are good for, and why the rest runs by ATen."""
+"""One fusion as text: its graph, its kernels with the arguments they accept, and why the rest runs on ATen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fuser.scheduler.schedule import schedule
 
 
 def explain_key(key: int) -> str:
-    """What became of the fusion `key`, as text. UnknownKeyError if there is none."""
+    """The explanation of the fusion `key` as text. UnknownKeyError if there is none."""
     registration = REGISTRY.find(key)
     spec = registration.spec
     count = len(spec.graph.calls)
@@ -98,7 +98,7 @@ def dump(key: int, folder: str | pathlib.Path) -> list[pathlib.Path]:
 
 
 def ir_text(spec: KernelSpec, described: tuple[Any, ...]) -> str:
-    """The lowered graph and its kernel plans, for arguments like those that it was compiled for."""
+    """The lowered graph and its kernel plans as text, for arguments like those that it was compiled for."""
     example = fake_of(described)
     numbers = frozenset(i for i, a in enumerate(example) if not isinstance(a, torch.Tensor))
     try:
@@ -111,7 +111,7 @@ def ir_text(spec: KernelSpec, described: tuple[Any, ...]) -> str:
 
 
 def fake_of(described: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Fake tensors and numbers like a described example."""
+    """Fake tensors and numbers like those of a described example."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

@@ -1,6 +1,6 @@
-"""What became of a program, as records: graphs, their groups and kernels, and each operator that is in none.
+"""Explanations as records: graphs, their groups and kernels, and each operator outside kernels.
 
-`print` gives an overview that fits a terminal, `to_json` all of it in the form of docs/explain.md, `to_html` a page.
+`print` gives an overview that fits a terminal, `to_json` everything in the form of docs/explain.md, `to_html` a page.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from fuser.debug.opening import Trace
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.sources import Source
 
-SCHEMA = 1  # of `to_json`; grows when a field changes its meaning or leaves
+SCHEMA = 1  # of `to_json`; increased when a field changes its meaning or is removed
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One call. `code` and `reason` say why it runs on ATen; both are "" where a kernel makes it.
+    """One call. `code` and `reason` say why it runs on ATen; both are "" if a kernel computes it.
 
-    `bytes` pass between it and other operators of the graph, in the sizes seen while tracing: what one kernel would
-    not move. `reads` and `read_by` are the groups that it stands between. `within` is the group that was split for it.
+    `bytes` pass between it and other operators of the graph, in the sizes seen while tracing; one kernel for all would
+    not move them. `reads` and `read_by` are the groups before and after it. `within` is the group that was split
+    because of it.
     """
 
     op: str
@@ -41,9 +42,9 @@ class Operator:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: its library, and what it takes.
+    """One kernel: its library, and the arguments that it accepts.
 
-    `launches` is the number of its loop nests. `apart` says for a loop nest and an earlier one why they are two.
+    `launches` is the number of its loop nests. `apart` says why two loop nests were not fused.
     """
 
     name: str
@@ -58,9 +59,10 @@ class Kernel:
 class Group:
     """One fusion group of a graph. Equal groups share a key, and with it kernels and counts.
 
-    `hits` are calls that kernels answered, `misses` those that none took at once, with `missed`, the guard that failed
-    for each further kernel; `fallbacks` are calls that ran on ATen, by reason. `seconds` of compiling are of the first
-    caller's clock, `stages` of them by stage. `apart`: the groups that read from this one, and why they are not one.
+    `hits` are calls that kernels answered, `misses` those that no kernel accepted at first, with `missed`, the guard
+    that failed for each further kernel; `fallbacks` are calls that ran on ATen, by reason. `seconds` of compilation
+    are measured by the first caller, `stages` are their parts. `apart`: the groups that read this one, and why they
+    were not fused with it.
     """
 
     number: int
@@ -83,31 +85,31 @@ class Group:
 
     @property
     def fused(self) -> bool:
-        """Whether kernels make it, in parts at least."""
+        """Whether kernels compute it, at least in part."""
         return not self.code
 
     def source(self) -> str:
-        """The code of its kernels."""
+        """The source of its kernels."""
         return "\n".join(k.source for k in self.kernels)
 
     def plan(self) -> str:
-        """Its loops before and after scheduling, lowered anew for the arguments of its first call."""
+        """Its loops before and after scheduling, lowered again for the arguments of its first call."""
         return "\n".join("\n".join((t.ir, *t.plans)) for t in self.traces())
 
     def traces(self) -> tuple[Trace, ...]:
-        """The stages of its way to a kernel, lowered anew; one `Trace` for each part of a group that was split."""
+        """The stages of its compilation, lowered again; one `Trace` for each part of a group that was split."""
         return self.read_traces()
 
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph that Dynamo handed over. `route` is "direct", "wrapped" or "eager"; `reason` says why not "direct".
+    """One graph from Dynamo. `route` is "direct", "wrapped" or "eager"; `reason` says why it is not "direct".
 
-    `function` and `at` name the user's function, `compile_id` Dynamo's compilation ("0/1" is frame 0, the second time),
-    `traced` the seconds of the whole compilation of that frame, all its graphs together, and `seconds` of those what
-    passes, grouping and registration of this graph took. `passes` are those that changed something. `flows` are the
-    values that pass between groups ("group 0") and operators on ATen (the names of their nodes): from, to, bytes.
-    `body`: for a graph that an operator of a later one runs, such as "true_graph_0 of cond".
+    `function` and `at` name the user's function, `compile_id` Dynamo's compilation ("0/1" is frame 0, the second
+    time). `traced` are the seconds of the whole compilation of that frame, with all its graphs; `seconds` are those of
+    passes, grouping and registration of this graph. `passes` are those that changed something. `flows` are the values
+    that pass between groups ("group 0") and operators on ATen (the names of their nodes): from, to, bytes. `body`: for
+    a graph that an operator of a later graph runs, such as "true_graph_0 of cond".
     """
 
     number: int
@@ -130,13 +132,13 @@ class Graph:
 
     @property
     def title(self) -> str:
-        """Its stage; of a body also what it is."""
+        """Its stage; for a body also its name and operator."""
         return f"{self.stage}, {self.body}" if self.body else self.stage
 
 
 @dataclass(frozen=True)
 class Break:
-    """One graph break: why Dynamo ended a graph, where, and how often."""
+    """One graph break: why and where Dynamo ended a graph, and how often."""
 
     reason: str
     source: Source | None
@@ -145,7 +147,7 @@ class Break:
 
 @dataclass(frozen=True)
 class Recompilation:
-    """One function that Dynamo compiled again, the guard that failed, and the compilation that had this guard."""
+    """A function that Dynamo compiled again, the guard that failed, and the compilation that had this guard."""
 
     function: str
     at: str
@@ -155,9 +157,9 @@ class Recompilation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What became of a function, or of all that this process compiled. `others` are groups that no graph has.
+    """The explanation of a function, or of all that this process compiled. `others` are groups outside graphs.
 
-    It holds the groups that it tells of, with their kernels.
+    It keeps its groups and their kernels alive.
     """
 
     graphs: tuple[Graph, ...]
@@ -168,18 +170,18 @@ class Explanation:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups of all graphs, then others."""
+        """The groups of all graphs, then `others`."""
         return (*(g for graph in self.graphs for g in graph.groups), *self.others)
 
     @property
     def not_fused(self) -> tuple[Operator, ...]:
-        """Every operator that runs on ATen, by the bytes that fusing it would save."""
+        """Every operator that runs on ATen, sorted by the bytes that fusing it would save."""
         alone = [o for graph in self.graphs for o in graph.not_fused]
         return tuple(sorted([*alone, *(o for g in self.groups for o in g.operators if o.code)], key=lambda o: -o.bytes))
 
     @property
     def fused(self) -> tuple[Operator, ...]:
-        """Every operator that a kernel makes."""
+        """Every operator that a kernel computes."""
         return tuple(o for g in self.groups for o in g.operators if not o.code)
 
     @property
@@ -192,7 +194,8 @@ class Explanation:
         return explained_text.overview(self)
 
     def as_dict(self, source: bool = False) -> dict[str, Any]:
-        """All of it as plain values, as docs/explain.md says; with `source` the code of kernels and programs, too."""
+        """Everything as plain values, in the form of docs/explain.md; with `source`, including the code of kernels and
+        programs."""
         left_out = () if source else ("source", "program")
         return {"schema": SCHEMA, **_plain_fields(self, left_out)}
 
@@ -201,18 +204,18 @@ class Explanation:
         return json.dumps(self.as_dict(source), indent=indent)
 
     def to_html(self, path: str | pathlib.Path) -> pathlib.Path:
-        """Write the page of docs/report.md, one file without references to others; its path."""
+        """Write the page of docs/report.md, one self-contained file; returns its path."""
         path = pathlib.Path(path)
         path.write_text(page.page(self), encoding="utf-8")
         return path
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The HTML that a notebook shows."""
         return explained_html.fragment(self)
 
 
 def _plain_fields(record: Any, left_out: tuple[str, ...]) -> dict[str, Any]:
-    code = left_out if isinstance(record, (Kernel, Graph)) else ()  # the source of others is a line of the user's
+    code = left_out if isinstance(record, (Kernel, Graph)) else ()  # elsewhere `source` is a line of the user's
     names = [f.name for f in dataclasses.fields(record) if f.name not in ("read_traces", *code)]
     return {name: _plain(getattr(record, name), left_out) for name in names}
 

@@ -1,4 +1,4 @@
-"""From what was remembered of compilations to an explanation: graphs and groups, and Dynamo's own records."""
+"""Explanations from the records of compilations: graphs and groups, and Dynamo's own records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def explanation_of(
     records: Sequence[CompiledGraph], breaks: Sequence[Break], again: Sequence[Recompilation],
     others: Iterable[Registration] = (), notes: tuple[str, ...] = (),
 ) -> Explanation:  # fmt: skip
-    """The explanation of some compiled graphs, and of groups that no graph has."""
+    """The explanation of compiled graphs, and of groups outside graphs."""
     metrics = _metrics()
     graphs = tuple(_graph(n, r, metrics.get(r.compile_id)) for n, r in enumerate(records))
     own = tuple(_registered(n, r) for n, r in enumerate(others))
@@ -96,7 +96,8 @@ def _of_spec(
 
 
 def _traces(found: Registration) -> tuple[Trace, ...]:
-    """The stages of a group's first class of arguments, or of its pieces'; the explanation holds the specifications."""
+    """The stages of a group's first class of arguments, or of its pieces'; the explanation keeps the specifications
+    alive."""
     made = []
     for spec in _with_pieces(found.spec):
         entry = next((e for e in spec.store.entries if e.example and e.kernels), None)
@@ -120,7 +121,7 @@ def _pieces(spec: KernelSpec) -> list[KernelSpec]:
 def _operators(
     number: int, names: Sequence[str], notes: Sequence[Notes], spec: KernelSpec, inputs: int
 ) -> tuple[Operator, ...]:  # fmt: skip
-    """The operators of a group; those that ATen runs after all have a reason. `inputs` is -1 if nobody has notes."""
+    """The operators of a group; those that still run on ATen have a reason. `inputs` is -1 if there are no notes."""
     told = list(notes) + [Notes()] * (len(names) - len(notes))
     refused = _refused(spec, {row: row - inputs for row in range(inputs, inputs + len(names))} if inputs >= 0 else None)
     whole = why_unfused(spec) if not any(s.store.kernels for s in _with_pieces(spec)) else None
@@ -131,12 +132,12 @@ def _operators(
         code = code_of(reason) if reason else ""
         found.append(Operator(op, note.source(), code, reason, size, within=number if code else None))
     placed = {n for n in refused if 0 <= n < len(names)}
-    others = [why for n, why in refused.items() if n not in placed]  # of a group whose calls nobody can name
+    others = [why for n, why in refused.items() if n not in placed]  # in a group whose calls cannot be identified
     return (*found, *(Operator("?", None, code_of(r), r, size, within=number) for r, size in others))
 
 
 def _refused(spec: KernelSpec, place: dict[int, int] | None) -> dict[int, tuple[str, int]]:
-    """Of each call that a split left to ATen the reason and the bytes, by its number among the group's calls."""
+    """The reason and the bytes of each call that a split left to ATen, by its number among the group's calls."""
     splits = spec.store.splits
     if not splits or spec.store.kernels:
         return {}
@@ -171,7 +172,7 @@ def _kernels(spec: KernelSpec) -> list[Kernel]:
 
 
 def _missed(spec: KernelSpec) -> tuple[str, ...]:
-    """For each class of arguments after the first: what the kernels before did not take of it."""
+    """For each class of arguments after the first: why the kernels before did not accept it."""
     said: list[str] = []
     before: list[Any] = []
     for entry in spec.store.entries:
@@ -184,14 +185,14 @@ def _missed(spec: KernelSpec) -> tuple[str, ...]:
 
 # -- Dynamo's records --------------------------------------------------------------------------------------------------
 def _metrics() -> dict[str, Any]:
-    """Dynamo's numbers of its latest compilations, by their names."""
+    """Dynamo's metrics of its latest compilations, by their names."""
     utils = sys.modules.get("torch._dynamo.utils")
     read = getattr(utils, "get_compilation_metrics", None)
     return {str(m.compile_id): m for m in read() if getattr(m, "co_name", None)} if read is not None else {}
 
 
 def frames() -> dict[str, str]:
-    """The file and first line of the function that each of Dynamo's latest compilations was of, by its name."""
+    """The file and first line of the function of each of Dynamo's latest compilations, by the compilation's name."""
     return {name: _at(m) for name, m in _metrics().items()}
 
 
@@ -206,7 +207,7 @@ def graph_breaks(begin: int = 0) -> list[Break]:
 
 
 def graph_break_count() -> int:
-    """How many Dynamo recorded so far."""
+    """The number of graph breaks that Dynamo has recorded."""
     return len(_of_dynamo("graph_break_reasons"))
 
 
@@ -215,13 +216,13 @@ def _of_dynamo(name: str) -> list[Any]:
 
 
 def guard_failures() -> dict[Any, tuple[str, ...]]:
-    """The guards that failed and led to a recompilation, by code object."""
+    """The failed guards that led to a recompilation, by code object."""
     made = getattr(sys.modules.get("torch._dynamo.utils"), "guard_failures", None) or {}
     return {code: tuple(map(str, reasons)) for code, reasons in list(made.items())}
 
 
 def recompilations(before: dict[Any, tuple[str, ...]] | None = None) -> list[Recompilation]:
-    """What Dynamo compiled again, without what it had before. Another backend's entry is no cause of its own."""
+    """Dynamo's recompilations, except those in `before`. An entry of another backend is not counted as a cause."""
     found = []
     for code, reasons in guard_failures().items():
         for reason in reasons[len((before or {}).get(code, ())) :]:

@@ -1,4 +1,4 @@
-"""Guarantees that a user writes: what runs in a block, or a function in a test, is fused, or it is an error."""
+"""Guarantees: the calls of a block, or of a function in a test, are fused, or an error is raised."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ settings: Any = config  # its attributes are made from a table
 
 @contextlib.contextmanager
 def require_fused(max_kernels: int | None = None) -> Iterator[None]:
-    """What is compiled and called in this block is fused, up to calls of libraries: products, convolutions, attention.
+    """Require that everything compiled and called in this block is fused, except products, convolutions and attention.
 
-    A graph with another operator on ATen is a NotFusedError when it is compiled, and a group that runs on ATen when it
-    is called. A graph break is one at the end of the block; so are more than `max_kernels` kernels of all graphs
-    compiled here. The error names operators, lines and reasons. Functions compiled before are checked by their calls
-    alone.
+    A graph with another operator on ATen raises a NotFusedError when it is compiled, and a group that runs on ATen
+    when it is called. A graph break raises one at the end of the block; so do more than `max_kernels` kernels of all
+    graphs compiled here. The error names operators, lines and reasons. Functions compiled before are checked only when
+    called.
 
     Args:
         max_kernels: the most loop nests of all graphs compiled in the block; None allows any number.
@@ -57,7 +57,7 @@ def require_fused(max_kernels: int | None = None) -> Iterator[None]:
 def assert_fused(
     function: Callable[..., Any], *args: Any, kernels: int | None = None, reads: int | None = None, **kwargs: Any
 ) -> Explanation:
-    """Compile and call `function`; AssertionError, with the reasons, unless all is fused up to calls of libraries.
+    """Compile and call `function`; AssertionError, with the reasons, unless all is fused except calls of libraries.
 
     Args:
         function: a function, a module, or what `torch.compile` returned.
@@ -107,7 +107,8 @@ def _fallbacks() -> Counter[str]:
 
 
 def _reads(key: int) -> int:
-    """The tensors that the loop nests of a group read, each once for each loop nest, lowered for its first call."""
+    """The number of tensors that a group's loop nests read, each once for each loop nest, lowered for its first
+    call."""
     spec = REGISTRY.find(key).spec
     examples = [entry.example for entry in spec.store.entries if entry.example]
     return _reads_of(spec, examples[0]) if examples else 0

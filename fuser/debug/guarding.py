@@ -1,12 +1,13 @@
-"""What a kernel needs of its arguments, in words: the patterns and guards that its launch program tests on each call.
+"""A kernel's requirements on its arguments as text: the patterns and guards that its launch program tests on each
+call.
 
     pw_d2_1c0f takes
       in0: float32[x0_0, x0_1] strides [x0_1, 1] on cpu
       in1: float32[x0_1] strides [1] on cpu, from a multiple of 16 bytes
       where x0_0 < 2147483648
 
-`x0_1` is the size of dim 1 of input 0, `x0_s1` its stride, `x2` the number that input 2 is. A name that is given once
-stands for any number; whatever is written instead of a name must hold.
+`x0_1` is the size of dim 1 of input 0, `x0_s1` its stride, `x2` the value of the number input 2. A name that occurs
+once stands for any number; anything else has to match.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _CALLS = {MIN: "min", MAX: "max"}
 
 @dataclass(frozen=True)
 class KernelGuards:
-    """What one kernel takes: a line for each input, and the relations between sizes that must hold."""
+    """The arguments that one kernel accepts: a line for each input, and the relations between sizes that have to
+    hold."""
 
     kernel: str
     inputs: tuple[str, ...]
@@ -37,7 +39,7 @@ class KernelGuards:
 
 
 def guards(key: int) -> tuple[KernelGuards, ...]:
-    """What each kernel of a fusion needs of its inputs.
+    """The requirements of a fusion's kernels on their inputs.
 
     Args:
         key: what `register_fusion` returned.
@@ -54,7 +56,7 @@ def guards(key: int) -> tuple[KernelGuards, ...]:
 
 
 def guards_of(name: str, program: LaunchProgram) -> KernelGuards:
-    """The same of one launch program."""
+    """The requirements of one launch program."""
     slots: dict[int, str] = {}
     inputs = tuple(_input_text(n, p, slots) for n, p in enumerate(program.inputs))
     return KernelGuards(name, inputs, tuple(program_text(g, slots) for g in program.guards if SLOT in g))
@@ -83,9 +85,9 @@ def _numbers(items: Sequence[Bind | Check], name: str, slots: dict[int, str]) ->
 
 
 def refusal_of(program: LaunchProgram, example: Sequence[Any]) -> str | None:
-    """What keeps a kernel from arguments, given as a kernel's entry describes its example; None if nothing does.
+    """Why a kernel does not accept arguments, given as in a kernel entry's example; None if it accepts them.
 
-    A tensor is (dtype, device type, size, stride). Memory's alignment is not described.
+    A tensor is (dtype, device type, size, stride). The alignment of its memory is not described.
     """
     slots, names = [0] * program.n_slots, dict[int, str]()
     for n, (pattern, given) in enumerate(zip(program.inputs, example)):
@@ -134,7 +136,7 @@ def _given(given: Any) -> str:
 
 
 def program_text(code: Program, slots: Mapping[int, str]) -> str:
-    """A program over slots as an expression over their names."""
+    """A program over slots as an expression over the slots' names."""
     stack: list[tuple[str, bool]] = []  # a text, and whether it needs parentheses inside another
     at = 0
     while at < len(code):

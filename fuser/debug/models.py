@@ -1,4 +1,4 @@
-"""`fuser.explain`: what became of a function or module, or of all that this process compiled."""
+"""`fuser.explain`: the explanation of a function or module, or of all that this process compiled."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Function = Callable[..., Any]
 
 
 def explain_model(function: Function, /, *args: Any, **kwargs: Any) -> Explanation:
-    """What becomes of `function`, a function or module, in a call with these arguments; it is compiled anew and called.
+    """Explain a call of `function`, a function or module, with these arguments; it is compiled anew and called.
 
-    What `torch.compile` made of it before stays as it is. Buffers of a module and the states of random generators are
-    as before, too; whatever else the call writes is written. With gradients wanted, the backward is compiled as well.
-    A compiled function without arguments is not called: the explanation is of what is compiled so far.
+    What `torch.compile` compiled before is not changed. Buffers of a module and the states of random generators are
+    restored; other effects of the call remain. If gradients are needed, the backward is compiled as well. A compiled
+    function without arguments is not called: the explanation is of what is compiled so far.
 
     Args:
         function: a function, a module, or what `torch.compile` returned.
@@ -60,7 +60,7 @@ def explain_model(function: Function, /, *args: Any, **kwargs: Any) -> Explanati
 
 
 def explain(key: int | None = None) -> Any:
-    """What became of a fusion, or of all that this process compiled.
+    """Explain a fusion, or all that this process compiled.
 
     Args:
         key: what `register_fusion` returned; None explains the whole process.
@@ -82,7 +82,7 @@ def explain(key: int | None = None) -> Any:
 
 
 def _inside(function: Function) -> Function:
-    """What `torch.compile` was given."""
+    """The function that was given to `torch.compile`, or `function` itself."""
     found = getattr(function, "_orig_mod", None) or getattr(function, "_torchdynamo_orig_callable", None)
     return found if callable(found) else function
 
@@ -93,7 +93,7 @@ def _of_call(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
     from fuser.frontends.dynamo import fuser_backend
 
-    @functools.wraps(fuser_backend)  # a function of its own: Dynamo compiles anew for it, and keeps what it has
+    @functools.wraps(fuser_backend)  # a function of its own, so that Dynamo compiles for it and keeps its other entries
     def explained(gm: torch.fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Function:
         return fuser_backend(gm, inputs, **given)
 
@@ -117,7 +117,7 @@ def _of_call(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _forget(codes: Sequence[CodeType], backend: Function) -> None:
-    """Empty what Dynamo keeps of frames that were compiled for `backend`: their code goes, and no call looks there."""
+    """Empty Dynamo's entries for frames compiled for `backend`, so that their code is freed and no call checks them."""
     try:
         from torch._dynamo.eval_frame import _debug_get_cache_entry_list
         from torch._dynamo.guards import DeletedGuardManagerWrapper
@@ -132,7 +132,7 @@ def _forget(codes: Sequence[CodeType], backend: Function) -> None:
 
 
 def _innermost(backend: Any) -> Any:
-    """The function that was given to `torch.compile`, inside of what Dynamo makes of it."""
+    """The function that was given to `torch.compile`, inside Dynamo's wrappers."""
     for _ in range(8):
         inside = [getattr(backend, name, None) for name in ("compiler_fn", "_torchdynamo_orig_backend")]
         backend = next(filter(callable, inside), backend)
@@ -141,7 +141,7 @@ def _innermost(backend: Any) -> Any:
 
 @contextlib.contextmanager
 def _as_before(function: Function) -> Iterator[None]:
-    """Buffers of a module, and the states of random generators, are as before at the end."""
+    """Restore the buffers of a module, and the states of random generators, at the end of the block."""
     buffers = list(function.buffers()) if isinstance(function, torch.nn.Module) else []
     with torch.no_grad():
         saved = [b.clone() for b in buffers]
@@ -155,7 +155,7 @@ def _as_before(function: Function) -> Iterator[None]:
 
 
 def _compile_backward(result: Any) -> None:
-    """Run the backward of a call's results once, without touching anybody's `.grad`."""
+    """Run the backward of a call's results once, without changing any `.grad`."""
     found = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
     leaves = list(dict.fromkeys(leaf for t in found for leaf in _leaves_of(t)))
     if found and leaves:
@@ -163,7 +163,7 @@ def _compile_backward(result: Any) -> None:
 
 
 def _leaves_of(t: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors whose gradients a backward from `t` accumulates."""
+    """The tensors for which a backward from `t` accumulates gradients."""
     seen, found, stack = set[Any](), list[torch.Tensor](), [t.grad_fn]
     while stack:
         node = stack.pop()
@@ -179,7 +179,7 @@ def _leaves_of(t: torch.Tensor) -> list[torch.Tensor]:
 
 # -- what is compiled --------------------------------------------------------------------------------------------------
 def _of_compiled(function: Function) -> Explanation:
-    """Of the graphs compiled so far those whose frames are of `function`, or of a module inside of it."""
+    """The explanation of the graphs compiled so far for frames of `function`, or of modules inside it."""
     ranges = [_lines(code) for code in _codes(function)]
 
     def is_own(at: str) -> bool:
@@ -195,9 +195,9 @@ def _of_compiled(function: Function) -> Explanation:
 
 
 def _latest(records: Sequence[CompiledGraph]) -> list[CompiledGraph]:
-    """The records whose name of a compilation is still theirs: after `torch._dynamo.reset` names begin anew."""
+    """The records that still own their compilation's name: after `torch._dynamo.reset` names start again."""
     begun: dict[str, int] = {}
-    bodies = 0  # they stand before the graph that runs them
+    bodies = 0  # they come before the graph that runs them
     for n, r in enumerate(records):
         if r.stage != "backward" and not r.body:
             begun[r.compile_id] = n - bodies

@@ -1,4 +1,4 @@
-"""A fusion's IR taken out: as an FX module that runs, and all stages of its way to a kernel as one object."""
+"""A fusion's IR for inspection: as an FX module that runs, and all stages of its compilation as one object."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fuser.scheduler.printer import print_plan
 
 
 def to_fx(key: int, class_number: int = 0) -> fx.GraphModule:
-    """The IR of a fusion as a module. Nothing in it is fused.
+    """The IR of a fusion as a module, without any fusion.
 
     A fusion has an IR for each class of arguments that it was called with. The module runs for every size of the class.
 
@@ -43,7 +43,7 @@ def to_fx(key: int, class_number: int = 0) -> fx.GraphModule:
 
 
 def lowered_to_fx(lowered: Lowered, single: bool) -> fx.GraphModule:
-    """The same of a lowered graph; `single`: it gives one tensor and no tuple."""
+    """The IR of a lowered graph as a module; `single`: it returns one tensor instead of a tuple."""
     if lowered.ctx.writes:
         raise GraphError("the group writes into its inputs, and a module of FX has no memory of its caller's")
     graph = fx.Graph()
@@ -110,7 +110,7 @@ class Trace:
     canonical: str
     ir: str
     plans: tuple[str, ...]
-    sources: tuple[tuple[str, str], ...]  # the kernel's name and its text
+    sources: tuple[tuple[str, str], ...]  # the kernel's name and its source
 
     def __str__(self) -> str:
         parts = [(f"fusion {self.key}: canonical graph", self.canonical), ("IR: buffers and loops", self.ir)]
@@ -120,7 +120,7 @@ class Trace:
 
 
 def trace(key: int, class_number: int = 0) -> Trace:
-    """Every stage on the way from a fusion's graph to its kernels, for one class of arguments.
+    """All stages from a fusion's graph to its kernels, for one class of arguments.
 
     Args:
         key: what `register_fusion` returned.
@@ -137,7 +137,7 @@ def trace(key: int, class_number: int = 0) -> Trace:
 
 
 def trace_of(key: int, spec: KernelSpec, entry: KernelEntry) -> Trace:
-    """The same of a specification and one of its classes, which may have left the registry."""
+    """The trace of a specification and one of its classes, which may have left the registry."""
     sources = tuple((k.name, k.source) for k in entry.kernels)
     try:
         lowered, schedule = lowered_of(spec, entry.example)

@@ -1,4 +1,4 @@
-"""The report as one HTML file: data, style and script inside, nothing from elsewhere; docs/report.md tells of it.
+"""The report as one HTML file with its data, style and script, without external references; see docs/report.md.
 
 `page_files/` holds the script, which `make report-page` bundles from tools/report_page and pinned packages.
 """
@@ -22,7 +22,7 @@ _FILES = pathlib.Path(__file__).with_name("page_files")
 
 
 def page(e: Explanation, title: str = "What happened to the model", times: Times | None = None) -> str:
-    """The document. `title` says of what; `times` are what was measured, if anything was."""
+    """The document with this title; `times` are the measured times, if any."""
     data = json.dumps(data_of(e, title, times), separators=(",", ":"), ensure_ascii=False)
     packed = base64.b64encode(zlib.compress(data.encode(), 6)).decode()
     style, script = _file("report.css"), _file("report.js")

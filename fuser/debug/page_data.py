@@ -1,4 +1,4 @@
-"""What the report shows, as plain values: an explanation, the user's lines, each group's stages, and times."""
+"""The report's data as plain values: an explanation, the user's lines, each group's stages, and times."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from fuser.debug.explanation import Explanation, Graph, Group, Kernel, Operator
 
 SCHEMA = 1
-_AROUND = 2  # lines before and after each of the user's
+_AROUND = 2  # context lines before and after each of the user's lines
 _LOWERING_SECONDS = 2.0  # for the IR and plans of all groups together
 
 
 @dataclass(frozen=True)
 class Times:
-    """What was timed for a report. `stages` of compilations, `replayed`: the profile is of calls made for the report.
+    """The times of a report. `stages`: those of compilations; `replayed`: the profile is of calls made for the report.
 
     `began` is the clock of `time.perf_counter` at the start. `frames` are Dynamo's compilations: name, begin, seconds.
     """
@@ -46,7 +46,8 @@ class Times:
 
 
 def data_of(e: Explanation, title: str, times: Times | None = None) -> dict[str, Any]:
-    """All that the page shows, as its script reads it. Keys are texts: JavaScript's numbers are too short."""
+    """All data of the page in the form that its script reads. Large keys are strings: JavaScript's numbers are too
+    short."""
     times = Times() if times is None else times
     profile = times.profile
     lines = _Lines()
@@ -76,13 +77,13 @@ def _machine() -> str:
 
 # -- the user's lines --------------------------------------------------------------------------------------------------
 class _Lines:
-    """Lines of files that operators come from, and some around them; each line once."""
+    """The source lines of operators, with some lines around them; each line once."""
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, str]] = {}
 
     def at(self, source: Source | None) -> list[Any] | None:
-        """[short name of the file, line, function, module] of a line, which is kept for the page."""
+        """[short name of the file, line, function, module] of a line, which is added to the page."""
         if source is None:
             return None
         name = short(source.file)
@@ -108,7 +109,7 @@ def _graph(g: Graph, lines: _Lines, spent: dict[int, float]) -> dict[str, Any]:
 
 
 def _by_hand(groups: Sequence[Group], lines: _Lines, spent: dict[int, float]) -> dict[str, Any]:
-    """Groups that no graph has, in the form of a graph."""
+    """Groups outside graphs, in the form of a graph."""
     empty = dict.fromkeys(("reason", "code", "function", "at", "program"), "")
     return {
         **empty, "number": -1, "stage": "registered by hand", "route": "", "seconds": 0.0, "traced": 0.0, "passes": [],
@@ -134,7 +135,7 @@ def _operator(o: Operator, lines: _Lines) -> dict[str, Any]:
 
 # -- kinds of groups ---------------------------------------------------------------------------------------------------
 def _kinds(groups: Iterable[Group], spent: dict[int, float]) -> dict[str, Any]:
-    """What equal groups share, by key. The costliest are lowered again first, while there is time."""
+    """The data that equal groups share, by key. The costliest groups are lowered again first, while time remains."""
     kinds = list({g.key: g for g in groups}.values())
     kinds.sort(key=lambda g: (-spent.get(g.key, 0.0), -g.bytes))
     end = time.monotonic() + _LOWERING_SECONDS
@@ -162,7 +163,7 @@ def _kernel(k: Kernel) -> dict[str, Any]:
 
 # -- times -------------------------------------------------------------------------------------------------------------
 def _seconds_of(profile: ProfileReport | None) -> dict[int, float]:
-    """Seconds of the kernels of each fusion in a median step, or in all of a block without steps."""
+    """Seconds of each fusion's kernels in a median step, or in the whole block if it has no steps."""
     found: dict[int, float] = {}
     for row in profile.kernels if profile is not None else ():
         for key in row.keys:
@@ -197,7 +198,7 @@ def _profile(profile: ProfileReport | None, replayed: bool) -> dict[str, Any] | 
 
 
 def _compiling(times: Times) -> list[list[Any]]:
-    """Rows of stage, what of, begin, seconds, thread; the earliest begins at 0."""
+    """Rows of stage, label, begin, seconds, thread; the earliest begins at 0."""
     rows: list[list[Any]] = [[s.name, s.label, s.begin - times.began, s.seconds, s.thread] for s in times.stages]
     rows += [["Dynamo", name, begin - times.began, seconds, "MainThread"] for name, begin, seconds in times.frames]
     first = min((r[2] for r in rows), default=0.0)

@@ -1,4 +1,4 @@
-"""The passes: what there is, in which order, and which one breaks a result."""
+"""The passes: which there are, in which order, and which one breaks a result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fuser.passes.runner import is_enabled
 
 
 class PassTable(tuple[tuple[int, str, str, bool, str], ...]):
-    """Rows of number, stage, name, whether it runs under the settings in force, and one line on what it does."""
+    """Rows of number, stage, name, whether it runs under the current settings, and one line on what it does."""
 
     __slots__ = ()
 
@@ -24,10 +24,10 @@ def passes() -> PassTable:
     """All passes in the order in which they run, those of users included.
 
     Returns:
-        A `PassTable`: rows of number, stage, name, whether it runs under the settings in force, and one line on it.
+        A `PassTable`: rows of number, stage, name, whether it runs under the current settings, and one line on it.
 
     Raises:
-        ConfigError: `config.disable_passes` names a pass that there is not.
+        `config.disable_passes` names a pass that does not exist.
     """
     disabled = disabled_names()
     return PassTable((p.number, p.stage, p.item.name, is_enabled(p, disabled), p.item.doc) for p in numbered())

@@ -1,4 +1,4 @@
-"""What `fuser.profile()` recorded, as records, as a table and as JSON."""
+"""The results of `fuser.profile()` as records, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from fuser.debug.traffic import cache_bytes, spread
 from fuser.lazy_dataclasses import dataclass
 
-NOISY = 0.15  # interquartile range of equal work, as a part of its median, from which on numbers say little
+NOISY = 0.15  # interquartile range of equal work relative to its median, from which numbers are unreliable
 _SHOWN = 25  # rows of each table
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One step of a kernel: `seconds` in all events, median and interquartile range of single ones.
+    """One step of a kernel: `seconds` of all its events, median and interquartile range of single ones.
 
-    `bytes`: to and from memory in one call by the plan, each element once; None if calls had several sizes, ran
-    together, or the plan is not known; `operations` are scalar ones of a call, each of the op table counted as one.
+    `bytes`: memory traffic of one call by the plan, each element once; None if calls had several sizes or were
+    batched, or the plan is unknown. `operations` are a call's scalar operations, each op of the table counted as one.
     `keys`: the fusions whose kernels have this name.
     """
 
@@ -34,13 +34,13 @@ class KernelRow:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """By the median; None where the bytes are not known."""
+        """By the median; None if the bytes are unknown."""
         return self.bytes / self.median if self.bytes is not None and self.median else None
 
 
 @dataclass(frozen=True)
 class OtherRow:
-    """What ran beside kernels: an operator of ATen, a library's kernel on a GPU, or a part of torch.compile."""
+    """Work other than kernels: an operator of ATen, a library's kernel on a GPU, or a part of torch.compile."""
 
     name: str
     kind: str
@@ -50,7 +50,8 @@ class OtherRow:
 
 @dataclass(frozen=True)
 class Beside:
-    """A group's time beside ATen's, on arguments like those it was compiled for; `why` not, if it was not timed."""
+    """A group's time beside ATen's, on arguments like those it was compiled for; `why`: the reason if it was not
+    timed."""
 
     key: int
     seconds: float | None
@@ -60,7 +61,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Bytes held at the end of a step: of the process, the pool in use and idle, warm results, and torch on the GPU."""
+    """Bytes held at the end of a step: by the process, the pool in use and idle, warm results, and torch on the GPU."""
 
     seconds: float
     process: int
@@ -85,10 +86,10 @@ class Event:
 class ProfileReport:
     """`parts` are seconds of this thread by kind; they add up to `seconds`, the block's own time on the clock.
 
-    `timeline` holds the events of the step that took the median time, of the block where there are no steps; at most
-    5,000.
+    `timeline` holds the events of the step with the median time, or of the block if it has no steps; at most 5,000.
 
-    The part "recording" is the profiler's own: an event costs up to a microsecond, which is not spent unwatched.
+    The part "recording" is the profiler's own time: an event costs up to a microsecond, which unprofiled calls do not
+    pay.
     """
 
     seconds: float
@@ -106,7 +107,7 @@ class ProfileReport:
 
     @property
     def noise(self) -> str:
-        """Why the numbers say little; "" if they do."""
+        """The reason why the numbers are unreliable; "" if they are reliable."""
         said = []
         middle, apart = spread(list(self.steps))
         if len(self.steps) >= 4 and apart > NOISY * middle:
@@ -116,7 +117,7 @@ class ProfileReport:
         return f"this machine is too noisy for small differences: {' and '.join(said)}" if said else ""
 
     def to_json(self) -> str:
-        """All fields, and for each kernel its rate, as a part of the copy rate too."""
+        """All fields, and for each kernel its rate, also relative to the copy rate."""
         found = dataclasses.asdict(self)
         for row, kernel in zip(found["kernels"], self.kernels):
             rate = kernel.bytes_per_second
@@ -162,7 +163,7 @@ class ProfileReport:
         return ["", *_table(("fusion", "its time", "ATen's", "faster", "not timed"), cells)] if cells else []
 
     def _held(self) -> list[str]:
-        """Ten points of the timeline, spread over it."""
+        """Ten points of the timeline, evenly spaced."""
         at = sorted({n * (len(self.memory) - 1) // 9 for n in range(10)}) if self.memory else []
         cells = [
             (_time(m.seconds), *(_bytes(n) for n in (m.process, m.pool_used, m.pool_idle, m.results, m.gpu)))

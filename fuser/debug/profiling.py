@@ -1,7 +1,7 @@
-"""`fuser.profile()`: what a block of calls spent its time on, kernel by kernel, and how near kernels come to copying.
+"""`fuser.profile()`: the time of a block of calls by kernel, and the kernels' rates relative to a copy.
 
-torch's profiler records the events; this module adds what it cannot know: which group a kernel belongs to, the bytes
-that its plan reads and writes at the sizes of the calls, and the machine's own rate of copying.
+torch's profiler records the events; this module adds what the profiler does not know: the group of each kernel, the
+bytes that its plan reads and writes at the sizes of the calls, and the machine's own copy rate.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _MOST_EVENTS = 5000
 
 
 _running: list[profile] = []
-finished: list[ProfileReport] = []  # the last one
+finished: list[ProfileReport] = []  # the last report
 
 
 class profile:
-    """A block whose calls are recorded; `print` it, or ask `.report()` and `.to_json()`, after its end.
+    """A block whose calls are recorded; after its end, `print` it, or call `.report()` and `.to_json()`.
 
-    `step()`, called at the end of each step of a loop, tells steps apart, so that the report has their median and
-    spread. `beside_aten` times each group that ran beside ATen on arguments like those it was compiled for, 0.1 s each.
-    `memory` notes what is held at the end of each step, and of the block.
-    Calls of this thread are recorded, and those of autograd's threads for it. Kernels should be compiled before.
-    One that `gives_way` ends without a report where another begins.
+    `step()`, called at the end of each step of a loop, separates steps, so that the report has their median and
+    spread. `beside_aten` times each group that ran beside ATen on arguments like those it was compiled for, 0.1 s
+    each. `memory` records the memory held at the end of each step, and of the block. Calls of this thread are
+    recorded, and those of autograd's threads for it. Kernels should be compiled before. A block that `gives_way` ends
+    without a report when another begins.
     """
 
     def __init__(self, beside_aten: bool = False, memory: bool = False, *, gives_way: bool = False) -> None:
@@ -89,7 +89,7 @@ class profile:
 
     @property
     def running(self) -> bool:
-        """Whether the block began and did not end."""
+        """Whether the block has begun and not ended."""
         return bool(self._open)
 
     def __exit__(self, *error: Any) -> None:
@@ -112,7 +112,7 @@ class profile:
         self._open.append(event)
 
     def step(self) -> None:
-        """The end of one step of a loop, and the beginning of the next."""
+        """End a step of a loop, and begin the next."""
         if not self._open:
             raise GraphError("step() belongs inside of the profile's block")
         if torch.cuda.is_available():
@@ -127,7 +127,7 @@ class profile:
             self._held.append(memory_now(time.perf_counter() - self._began))
 
     def report(self) -> ProfileReport:
-        """What was recorded. GraphError before the block's end."""
+        """The report. GraphError before the block's end."""
         if self._report is None:
             raise GraphError("there is no report before the end of the profile's block, or after an error in it")
         return self._report
@@ -153,7 +153,7 @@ class profile:
         mine = [e for e in found if e.device_type == DeviceType.CPU and e.thread == root.thread]
         on_gpu = [e for e in found if e.device_type != DeviceType.CPU]
         steps = [e.cpu_time_total / 1e6 for e in mine if e.name == _STEP]
-        steps = steps[:-1] if self._stepped else steps  # what comes after the last step() is none
+        steps = steps[:-1] if self._stepped else steps  # events after the last step() belong to no step
         sources = _sources(self._before)
         kernels = _kernel_rows(sources, found)
         names = set(sources)
@@ -161,7 +161,7 @@ class profile:
         others: dict[tuple[str, str], list[float]] = defaultdict(list)
         for e in mine:
             kind = KERNELS if e.name in names else _kind(e.name)
-            inside = len(e.cpu_children) * self._event_seconds  # to record what it called
+            inside = len(e.cpu_children) * self._event_seconds  # the time to record its children
             seconds = max(e.self_cpu_time_total / 1e6 - inside, 0.0)
             parts[RECORDING] += e.self_cpu_time_total / 1e6 - seconds
             parts[kind] += seconds
@@ -189,7 +189,7 @@ class profile:
 
 
 def _timeline(found: list[Any], root: Any, names: set[str], stepped: bool) -> tuple[Event, ...]:
-    """The events of the step with the median time; of the whole block where nobody called `step()`."""
+    """The events of the step with the median time; of the whole block if `step()` was not called."""
     steps = sorted((e for e in found if e.name == _STEP), key=lambda e: e.time_range.start)
     steps = sorted(steps[:-1] if stepped else [], key=lambda e: e.cpu_time_total)
     whole = steps[len(steps) // 2].time_range if steps else root.time_range
@@ -204,7 +204,7 @@ def _timeline(found: list[Any], root: Any, names: set[str], stepped: bool) -> tu
 
 
 def _cost_of_a_call(plain: float) -> float:
-    """Seconds beyond `plain` of a call of torch that is one event where somebody records."""
+    """Seconds beyond `plain` that a torch call of one event takes while a profiler records."""
     x = torch.empty(1)
     best = math.inf
     for _ in range(3):
@@ -216,7 +216,7 @@ def _cost_of_a_call(plain: float) -> float:
 
 
 def memory_now(seconds: float) -> MemoryPoint:
-    """What is held now, `seconds` after the block's begin."""
+    """The memory held now, `seconds` after the block's begin."""
     blocks = pool.stats()
     on_gpu = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     results = warm.outputs.stats()["held_bytes"]
@@ -224,7 +224,7 @@ def memory_now(seconds: float) -> MemoryPoint:
 
 
 def _resident() -> int:
-    """Bytes of this process in memory; 0 where the system does not say."""
+    """Resident bytes of this process; 0 if the system does not tell."""
     try:
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -248,14 +248,14 @@ def _other(kind: str, name: str, seconds: list[float]) -> OtherRow:
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
 class _Source:
-    """A kernel that ran: of which group and class, with how many calls, and the bytes of each of its plans."""
+    """A kernel that ran: its group and class, the number of its calls, and the bytes of each of its plans."""
 
     def __init__(self, registration: Registration, kernel: Any, calls: int, seen: Any) -> None:
         self.registration, self.kernel, self.calls, self.seen = registration, kernel, calls, seen
         self._counts: list[tuple[int, int]] | None = None
 
     def counts(self, number: int) -> tuple[int | None, int | None]:
-        """Bytes and operations of plan `number` in a call; None where calls had several sizes, or no plan is known."""
+        """Bytes and operations of plan `number` in a call; None if calls had several sizes, or the plan is unknown."""
         if self.seen is None or self.seen[1]:
             return None, None
         if self._counts is None:
@@ -274,7 +274,7 @@ class _Source:
 
 
 def _alive() -> list[Registration]:
-    """A registration of each specification: several share one handle."""
+    """One registration of each specification: several share a handle."""
     return list({id(r.spec): r for r in REGISTRY.registrations()}.values())
 
 
@@ -307,7 +307,7 @@ def _kernel_rows(sources: dict[str, list[_Source]], found: list[Any]) -> Iterato
             continue
         first, number = own[0], int(match[1]) if (match := _NUMBER.match(name)) else 0
         is_first = next(s.entry for s in first.kernel.program.steps if _same_plan(s.entry, number)) == name
-        together = sum(s.calls for s in own) > len(seconds)  # calls that ran together, of several sizes perhaps
+        together = sum(s.calls for s in own) > len(seconds)  # batched calls, perhaps of several sizes
         known = first.counts(number) if len(own) == 1 and is_first and not together else (None, None)
         keys = tuple(s.registration.key for s in own)
         yield KernelRow(name, keys, len(seconds), sum(seconds), *spread(seconds), *known)
@@ -336,7 +336,7 @@ def _beside(sources: dict[str, list[_Source]]) -> Iterator[Beside]:
 
 
 def example_of(described: Any) -> Any:
-    """An argument like the one described; whole numbers are 0, which is an index of anything."""
+    """An argument like the one described; integers are 0, a valid index of anything."""
     if not isinstance(described, tuple):
         return described
     dtype, device, size, stride = described

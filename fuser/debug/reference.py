@@ -1,7 +1,7 @@
-"""A fusion's IR, run by torch, checked and printed: what lies between eager and a kernel.
+"""A fusion's IR interpreted on torch, checked and printed: a reference between eager and a kernel.
 
-`interpret_lowered` runs the buffers as the lowering made them, `interpret_schedule` the kernel plans as the scheduler
-made them; both take a call's arguments and give its results.
+`interpret_lowered` runs the buffers of the lowering, `interpret_schedule` the kernel plans of the scheduler; both take
+a call's arguments and return its results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fuser.scheduler.verifier import verify_lowered
 
 
 def interpret_lowered(lowered: Lowered, args: Sequence[Any]) -> list[torch.Tensor]:
-    """The results of a lowered graph for `args`, which must be of the class it was lowered for."""
+    """The results of a lowered graph for `args`, which have to be of its class of arguments."""
     ctx = lowered.ctx
     env, floats, inputs = bind(lowered, args)
     made = run_buffers(ctx.buffers, inputs, env, floats, ctx.canon)
@@ -71,7 +71,7 @@ def bind(
 
 
 def print_lowered(lowered: Lowered, schedule: Schedule | None = None) -> str:
-    """Inputs, buffers and results of a lowered graph, and its kernel plans if given, as text."""
+    """Inputs, buffers and results of a lowered graph as text, and its kernel plans if given."""
     lines = []
     for n, record in enumerate(lowered.inputs):
         if isinstance(record, TensorInput):

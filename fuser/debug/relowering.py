@@ -1,4 +1,4 @@
-"""The IR and the kernel plans of a registered group, made again for arguments like those that it was compiled for."""
+"""The IR and the kernel plans of a registered group, lowered again for arguments like those it was compiled for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fuser.scheduler.schedule import Schedule, schedule
 
 
 def lowered_of(spec: KernelSpec, described: tuple[Any, ...]) -> tuple[Lowered, Schedule]:
-    """The lowered graph and its plans for arguments like `described`, a `KernelEntry.example`. FuserError if none."""
+    """The lowered graph and its plans for arguments like `described`, a `KernelEntry.example`. FuserError if not
+    lowerable."""
     example = tuple(_stand_in(a) for a in described)
     numbers = frozenset(i for i, a in enumerate(example) if not isinstance(a, torch.Tensor))
     with config.override(**dict(spec.config)):
@@ -31,7 +32,7 @@ def _stand_in(a: Any) -> Any:
 
 
 def entry_of(key: int, number: int = 0) -> tuple[KernelSpec, KernelEntry]:
-    """The specification of the fusion `key` and its class number `number`, in the order of arrival.
+    """The specification of the fusion `key`, and the entry of its class `number`, in the order of arrival.
 
     UnknownKeyError for an unknown key. GraphError if the fusion was not called with arguments that kernels take.
     """

@@ -1,4 +1,4 @@
-"""`python -m fuser report SCRIPT -o FILE`: run a script and write what became of its models; docs/report.md."""
+"""`python -m fuser report SCRIPT -o FILE`: run a script and write a page about its models; docs/report.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to a parser's."""
+    """Add the command to a parser's subcommands."""
     parser = commands.add_parser("report", help="run a script and write one page about what became of its models")
     parser.add_argument("-o", "--output", default="report.html", help="the page (report.html)")
     parser.add_argument("--steps", type=int, default=5, help="how many steps are timed; 0 for a script that profiles")
@@ -20,7 +20,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Run the command; the script's exit code, or 1 where it raised."""
+    """Run the command; returns the script's exit code, or 1 if it raised."""
     script = Path(asked.script)
     if not script.is_file():
         print(f"{script} is no file: expected a Python script", file=sys.stderr)
@@ -40,7 +40,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _own_output(arguments: list[str], output: str) -> tuple[list[str], str]:
-    """The arguments of the script, and the page: `-o PAGE` is this command's where it ends the line."""
+    """The arguments of the script, and the page's path: a final `-o PAGE` belongs to this command."""
     if len(arguments) >= 2 and arguments[-2] in ("-o", "--output"):
         return arguments[:-2], arguments[-1]
     return arguments, output

@@ -1,4 +1,4 @@
-"""What was fused in this process, and what was not, in numbers."""
+"""Counts of what was fused in this process, and of what was not."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NOT_RUN = "not run yet"
 
 @dataclass(frozen=True)
 class Report:
-    """`groups` counts fusion groups, equal ones too; `specs` different ones; `kernels` what was compiled for them.
+    """`groups` counts fusion groups including equal ones; `specs` distinct ones; `kernels` those compiled for them.
 
     `ops_fused` are operators in groups that have a kernel, `ops_unfused` the others by reason. `fallback_calls` are
-    calls of groups that ran by ATen. Seconds are of wall time, summed over threads.
+    calls of groups that ran on ATen. Seconds are wall time, summed over threads.
     """
 
     groups: int = 0
@@ -45,11 +45,11 @@ def _by_count(counts: dict[str, int]) -> list[tuple[str, int]]:
 
 
 def report(keys: Iterable[int] | None = None, *, last: bool = False) -> Report:
-    """What was fused, in numbers: of the whole process, of some fusions, or of the graph that was compiled last.
+    """Counts of fused and unfused operators: of the whole process, of some fusions, or of the last compiled graph.
 
     Args:
         keys: what `register_fusion` returned, for the numbers of these fusions alone.
-        last: take only the graph that `torch.compile` compiled last. `keys` goes before it.
+        take only the graph that `torch.compile` compiled last. `keys` takes precedence.
 
     Returns:
         A `Report`: groups, kernels, operators, calls on ATen by reason, and seconds of compiling.
@@ -74,7 +74,7 @@ def report(keys: Iterable[int] | None = None, *, last: bool = False) -> Report:
 
 def _of_graphs(graphs: list[CompiledGraph], others: list[tuple[KernelSpec, int]] | None = None) -> Report:
     uses = Counter(group.key for g in graphs for group in g.groups)
-    alive = {r.key: r.spec for r in REGISTRY.registrations()}  # others left with the program that held them
+    alive = {r.key: r.spec for r in REGISTRY.registrations()}  # others left with their program
     groups = [(alive[key], count) for key, count in uses.items() if key in alive]
     outside = [op.reason for g in graphs for op in g.unfused]
     by_eager: Counter[str] = sum((g.by_eager for g in graphs), Counter())
@@ -114,7 +114,7 @@ def _pieces(spec: KernelSpec) -> tuple[int, ...]:
 
 
 def _parts(spec: KernelSpec, count: int, unfused: Counter[str]) -> list[tuple[KernelSpec, int]]:
-    """A group, or what it was split into; adds to `unfused` the calls between the pieces."""
+    """A group, or the groups it was split into; adds to `unfused` the calls between them."""
     keys = _pieces(spec)
     if not keys:
         return [(spec, count)]
@@ -128,7 +128,7 @@ def _is_free(op: str) -> bool:
 
 
 def why_unfused(spec: KernelSpec) -> str | None:
-    """None if the group has a kernel, else the reason why it has none."""
+    """None if the group has a kernel, else the reason."""
     if spec.blocked:
         return spec.blocked[0]
     if spec.store.kernels:

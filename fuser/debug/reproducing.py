@@ -10,7 +10,7 @@ from fuser.reproduce import write_reproducer
 
 
 def repro(key: int, inputs: Sequence[Any], folder: str) -> str:
-    """Write a script that runs a fusion on some inputs, by kernel and by ATen, and compares.
+    """Write a script that runs a fusion on these inputs, with its kernel and on ATen, and compares the results.
 
     Args:
         key: what `register_fusion` returned.

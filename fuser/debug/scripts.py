@@ -1,4 +1,4 @@
-"""A fused script in words: its graph, its groups with their kernels, and why the rest runs as before."""
+"""A fused script as text: its graph, its groups with their kernels, and why the rest runs as before."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fuser.frontends.script_special import Specialised
 
 
 def graph_for(fused: Any, *inputs: Any) -> str:
-    """The graph of what `fuse_script` returned, its groups and the nodes outside of them, as text.
+    """The graph of a script from `fuse_script`, with its groups and the nodes outside of them, as text.
 
     Args:
         fused: what `fuse_script` returned.
-        *inputs: positional arguments of a call that is made first, so that the kernels of that call are told, too.
+        positional arguments of a call that is made first, so that the kernels of that call are included.
 
     Returns:
         The TorchScript graph, each group with its kernels, and each node that is not fused with its reason.

@@ -1,4 +1,4 @@
-"""How fast a fusion runs, beside ATen."""
+"""The time of a fusion beside ATen's."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ROUNDS, _ROUND_SECONDS, _NOISE = 15, 2e-3, 0.15
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians of seconds for a call, and the bytes of its inputs and results, each counted once.
+    """Median seconds of a call, and the bytes of its inputs and results, each counted once.
 
-    `spread` and `aten_spread` are the interquartile ranges, in seconds: half of the calls lie within one of these.
+    `spread` and `aten_spread` are the interquartile ranges, in seconds: half of the calls are within such a range.
     """
 
     seconds: float
@@ -33,7 +33,7 @@ class Timing:
 
     @property
     def noisy(self) -> bool:
-        """Whether either time varies by more than 15 % of its median, so that small differences say nothing."""
+        """Whether either time varies by more than 15 % of its median, so that small differences mean nothing."""
         return self.spread > _NOISE * self.seconds or self.aten_spread > _NOISE * self.aten_seconds
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Timing:
 
 
 def measure(key: int, inputs: Sequence[Any]) -> Timing:
-    """Time a fusion by its kernel and by ATen in turns, for a tenth of a second or more.
+    """Time a fusion's kernel and ATen in turns, for a tenth of a second or more.
 
     Args:
         key: what `register_fusion` returned.

@@ -1,4 +1,4 @@
-"""The bytes that a kernel plan reads and writes, each element of a buffer once, and this machine's rate of copying."""
+"""The bytes that a kernel plan reads and writes, each element of a buffer once, and this machine's copy rate."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fuser.ops import OPS
 from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.schedule import Schedule
 
-# Bytes of a copy, whose source is as large again, and copies to a sample: a launch on a GPU costs as much as 20 MB.
+# Bytes of a copy's result (its source is as large), and copies in a sample: a GPU launch costs as much as 20 MB.
 _COPIES = {"cpu": (32 << 20, 1), "cuda": (256 << 20, 10)}
 _ROUNDS = 9
 
 
 def plan_bytes(lowered: Lowered, plans: Schedule, sizes: tuple[int, ...] | None = None) -> list[int]:
-    """Bytes to and from memory of each plan, at the slots `sizes` of a launch program, or those it was made for.
+    """Memory traffic of each plan in bytes, for the launch program slots `sizes`, or the example's.
 
-    A buffer counts once for all reads of a plan, with at most as many elements as the axes that its addresses vary with
-    have points, and at most its own size.
+    A buffer counts once for all reads of a plan: the number of points of the axes with which its addresses vary, at
+    most its own size.
     """
     value = _value_of(lowered, sizes)
     elements = {b.name: _product(value, b.size) for b in (*lowered.ctx.buffers, *plans.buffers)}
@@ -40,7 +40,7 @@ def plan_bytes(lowered: Lowered, plans: Schedule, sizes: tuple[int, ...] | None 
 
 
 def plan_operations(lowered: Lowered, plans: Schedule, sizes: tuple[int, ...] | None = None) -> list[int]:
-    """Scalar operations of each plan: each of the op table, and each step of a reduction, counts as one."""
+    """Scalar operations of each plan: each op of the table, and each step of a reduction, counts as one."""
     value = _value_of(lowered, sizes)
     return [_operations_of(plan, value) for plan in plans.plans]
 
@@ -53,7 +53,7 @@ def _operations_of(plan: KernelPlan, value: Callable[[Expr], int]) -> int:
 
 
 def _value_of(lowered: Lowered, sizes: tuple[int, ...] | None) -> Callable[[Expr], int]:
-    """The value of a size in a call with these slots."""
+    """A function that gives the value of a size in a call with these slots."""
     ctx = lowered.ctx
     if sizes is None:
         return ctx.hint
@@ -92,9 +92,9 @@ def _bytes_of(plan: KernelPlan, elements: Mapping[str, int], value: Callable[[Ex
 
 @functools.cache
 def product_rate(device: str, threads: int) -> float:
-    """Operations a second of a product of large matrices in float32, two for each product of two numbers.
+    """Operations per second of a large float32 matrix product, two for each multiplication.
 
-    A roof for kernels that compute much; torch's setting for TF32 counts. `threads` are those that torch uses now.
+    An upper bound for compute-bound kernels; torch's TF32 setting applies. `threads` is torch's current number.
     """
     n = 1024 if device == "cpu" else 8192
     a, b = torch.ones(n, n, device=device), torch.ones(n, n, device=device)
@@ -110,14 +110,14 @@ def product_rate(device: str, threads: int) -> float:
 
 @dataclass(frozen=True)
 class CopyRate:
-    """Bytes a second of a copy in warm memory, reads and writes counted, and how far single copies differed."""
+    """Bytes per second of a copy in warm memory, reads plus writes, and the spread of single copies."""
 
     bytes_per_second: float
-    spread: float  # interquartile range of the seconds, as a part of their median
+    spread: float  # interquartile range of the seconds, relative to their median
 
 
 def copy_rate(device: torch.device | str = "cpu") -> CopyRate:
-    """How fast this machine copies on `device` with the threads that torch uses now; measured once in a process."""
+    """This machine's copy rate on `device` with torch's current threads; measured once in a process."""
     return _copy_rate(str(device), torch.get_num_threads())
 
 
@@ -155,7 +155,7 @@ def cache_bytes(device: str = "cpu") -> int:
 
 
 def spread(values: list[float]) -> tuple[float, float]:
-    """Median and interquartile range; of a single value, the value and 0."""
+    """Median and interquartile range; for a single value, the value and 0."""
     if len(values) < 2:
         return (values[0] if values else 0.0), 0.0
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

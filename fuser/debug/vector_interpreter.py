@@ -1,8 +1,8 @@
-"""Vector IR, run statement by statement: what a pass must not change, and what C++ has to do.
+"""An interpreter of vector IR, statement by statement: the reference for passes over it and for its C++.
 
-Loops run their turns one after the other, whatever their head says of vectors; lanes of explicit vectors are tensors.
-Elementary functions are torch's, so a kernel's may differ in the last bits. An access outside of an array, a variable
-without a value and a helper that is not known are errors.
+Loops run sequentially, whatever their heads say; lanes of explicit vectors are tensors. Elementary functions are
+torch's, so a kernel's results may differ in the last bits. An out-of-bounds access, a variable without a value and an
+unknown helper are errors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def interpret(
 ) -> int:  # fmt: skip
     """Run units [begin, end) of a kernel on arrays, which it changes; returns its status.
 
-    16-bit floats are arrays of uint16. `lanes`: floats in a vector. `macros`: those whose blocks `Only` are taken.
+    16-bit floats are arrays of uint16. `lanes`: floats in a vector. `macros`: the macros whose `Only` blocks run.
     """
     status = np.zeros(1, np.int32)
     given: dict[str, Scalar] = {
@@ -59,7 +59,7 @@ def interpret(
 def run_functions(
     functions: Sequence[Function], program: LaunchProgram, args: Sequence[Any], macros: Collection[str] = ()
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The results of a launch program whose steps are `functions`. IndexError where one reports a wrong index."""
+    """The results of a launch program whose steps are `functions`. IndexError if a step reports a wrong index."""
     bound = match(program, args)
     if bound is None:
         raise ValueError("the program does not take these arguments")
@@ -81,14 +81,14 @@ def run_functions(
 
 
 def _flat(t: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A tensor's memory from its first element to its last one."""
+    """A tensor's memory from its first to its last element."""
     span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
     flat = t.detach().as_strided((span,), (1,))
     return np.asarray((flat.view(torch.int16) if t.dtype in LOW else flat).numpy())
 
 
 class _Leave(Exception):
-    """A function's end before its last statement."""
+    """A return before a function's last statement."""
 
 
 class _Machine(Values):
@@ -96,8 +96,8 @@ class _Machine(Values):
 
     # -- statements ----------------------------------------------------------------------------------------------------
     def body(self, statements: Sequence[ir.Statement], env: Env) -> None:
-        """Statements in order."""
-        taken = True  # whether the block before was, for an `Else` or `Otherwise`
+        """Run statements in order."""
+        taken = True  # whether the block before ran, for an `Else` or `Otherwise`
         try:
             for s in statements:
                 if isinstance(s, ir.Block):
@@ -186,7 +186,7 @@ class _Machine(Values):
         to.as_kind("u8").span(0, count)[:] = source.as_kind("u8").span(0, count)
 
     def _nothing(self, s: ir.Statement, env: Env) -> None:
-        """A hint."""
+        """Ignore a hint."""
 
     def _do(self, s: ir.Do, env: Env) -> None:
         self.value(s.call, env)
@@ -290,7 +290,7 @@ class _Machine(Values):
 
 
 def _stored(lanes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Lanes as they are in memory."""
+    """Lanes as they are stored in memory."""
     if dtype not in LOW:
         return lanes
     return lanes.to(dtype).view(torch.int16)

@@ -1,6 +1,6 @@
-"""What the interpreter of vector IR computes with: C's scalars as Python's and NumPy's, pointers that know their ends.
+"""Scalars and memory of the vector IR interpreter: C's scalars as Python's and NumPy's, pointers with bounds.
 
-Integers are Python's, wrapped where they are stored; floats are NumPy's, so that each operation rounds. A vector is a
+Integers are Python's, wrapped when they are stored; floats are NumPy's, so that each operation rounds. A vector is a
 tensor, a mask a tensor of bools.
 """
 
@@ -25,7 +25,7 @@ _C = {
 
 @dataclasses.dataclass(frozen=True)
 class Pointer:
-    """An element of memory: so many bytes from its start. `dims`: of an array of arrays, the sizes of an element."""
+    """A pointer: `at` is its byte offset in `memory`. `dims`: for an array of arrays, the sizes of an element."""
 
     memory: np.ndarray[Any, Any]
     at: int
@@ -37,19 +37,19 @@ class Pointer:
         return np.dtype(_C[self.kind])
 
     def moved(self, elements: int) -> Pointer:
-        """The pointer to another element."""
+        """The pointer `elements` elements further."""
         return dataclasses.replace(self, at=self.at + elements * self.dtype.itemsize * math.prod(self.dims))
 
     def as_kind(self, kind: str) -> Pointer:
-        """The same place, as elements of another type."""
+        """The same address, with elements of another type."""
         return dataclasses.replace(self, kind=kind, dims=())
 
     def element(self, n: int) -> Pointer:
-        """The pointer to element `n`; of an array of arrays, to the first of an array."""
+        """The pointer to element `n`; in an array of arrays, to the first element of array `n`."""
         return dataclasses.replace(self.moved(n), dims=self.dims[1:]) if self.dims else self.moved(n)
 
     def span(self, first: int, count: int) -> np.ndarray[Any, Any]:
-        """Elements as an array that shares their memory. VerifyError if some are outside."""
+        """Elements as an array that shares their memory. VerifyError if some are out of bounds."""
         size = self.dtype.itemsize
         low, high = self.at + first * size, self.at + (first + count) * size
         if count and not 0 <= low <= high <= len(self.memory):
@@ -62,12 +62,12 @@ class Pointer:
         return found if self.kind in ("float", "double") else int(found)
 
     def write(self, value: Scalar) -> None:
-        """Change the element."""
+        """Store a value into the element."""
         self.span(0, 1)[0] = converted(self.kind, value)
 
 
 def scratch(kind: str, sizes: tuple[int, ...], zero: bool) -> Pointer:
-    """A local array; what is not zero is NaN, or -1."""
+    """A local array; without `zero` it is filled with NaN, or -1."""
     memory = np.full(math.prod(sizes) * np.dtype(_C[kind]).itemsize, 0 if zero else 255, np.uint8)
     return Pointer(memory, 0, kind, sizes[1:])
 
@@ -78,7 +78,7 @@ def whole(array: np.ndarray[Any, Any]) -> Pointer:
 
 
 def converted(kind: str, value: Scalar) -> Scalar:
-    """A value as C converts it to the type `kind` of a variable."""
+    """`value` as C converts it to a variable of the type `kind`."""
     kind = kind.replace("const", "").strip()
     if isinstance(value, Pointer):
         return value if "*" not in kind else value.as_kind(kind.split("*")[0].strip())
@@ -92,7 +92,7 @@ def converted(kind: str, value: Scalar) -> Scalar:
 
 
 def wrapped(value: int, dtype: np.dtype[Any]) -> int:
-    """An integer in the range of `dtype`."""
+    """An integer wrapped to the range of `dtype`."""
     info = np.iinfo(dtype)
     return (value - int(info.min)) % (1 << info.bits) + int(info.min)
 
@@ -107,7 +107,7 @@ def tensor(value: Scalar, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scalar(value: torch.Tensor) -> Scalar:
-    """The number in a tensor of one; lanes stay a tensor."""
+    """The number in a 0-dim tensor; lanes stay a tensor."""
     if value.dim():
         return value
     if value.dtype.is_floating_point:
@@ -116,7 +116,7 @@ def scalar(value: torch.Tensor) -> Scalar:
 
 
 def bits_to_float(bits: int, dtype: torch.dtype) -> Scalar:
-    """The float that a 16-bit float's bits are."""
+    """The float with these bits of a 16-bit float."""
     found = torch.tensor(wrapped(bits, np.dtype(np.int16)), dtype=torch.int16)
     return np.float32(float(found.view(dtype)))
 

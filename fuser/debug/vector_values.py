@@ -1,4 +1,4 @@
-"""Values of vector IR: what expressions give, in the variables of a block (see `vector_interpreter.py`)."""
+"""Values of vector IR: evaluates expressions with the variables of a block (see `vector_interpreter.py`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Env:
         self.outer, self.own = outer, dict[str, Cell]()
 
     def cell(self, name: str) -> Cell:
-        """The variable of a name, in this block or around it. VerifyError if there is none."""
+        """The variable with this name, in this block or around it. VerifyError if there is none."""
         env: Env | None = self
         while env is not None:
             if name in env.own:
@@ -49,12 +49,12 @@ class Env:
         raise VerifyError(f"{name!r} is not declared")
 
     def let(self, kind: str, name: str, value: Scalar) -> None:
-        """A new variable of this block."""
+        """Declare a variable in this block."""
         self.own[name] = Cell(kind, None if value is None else converted(kind, value))
 
 
 class Values:
-    """Gives values of expressions. `arguments`: the kernel's own, by the kind of `Slot`."""
+    """Evaluates expressions. `arguments`: the kernel's arguments, by the kind of `Slot`."""
 
     def __init__(
         self, pointers: Sequence[Pointer], slots: Sequence[int], floats: Sequence[float], lanes: int,
@@ -186,13 +186,13 @@ class Values:
 
     # -- vectors -------------------------------------------------------------------------------------------------------
     def width(self, of: ir.Of) -> int:
-        """Lanes of a vector."""
+        """The number of lanes of a vector."""
         if of is torch.float64:
             return self.lanes // 2
         return self.lanes * 4 // of if isinstance(of, int) else self.lanes
 
     def mask(self, v: ir.Value | None, env: Env, lanes: int) -> torch.Tensor:
-        """The mask that a value is; all lanes without one."""
+        """The mask that `v` evaluates to; without `v`, all lanes."""
         found = True if v is None else self.value(v, env)
         return found if isinstance(found, torch.Tensor) else torch.full((lanes,), bool(found))
 
@@ -279,7 +279,7 @@ def _combined(v: ir.Op, args: Sequence[Scalar]) -> Scalar:
 
 
 def reduced(name: str, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
-    """Two accumulators of a reduction, joined."""
+    """Two accumulators of a reduction, combined."""
     pair = torch.stack([tensor(a, dtype), tensor(b, dtype)])
     return scalar(REDUCTIONS[name].eval(pair, (0,), False).to(dtype))
 
@@ -294,7 +294,7 @@ def _overtakes(v: ir.Op, args: Sequence[Scalar]) -> bool:
 
 
 def stepped(v: ir.Op, args: Sequence[Scalar]) -> Scalar:
-    """The next accumulator of a scan; of indices, whether the value's index is the new result."""
+    """The next accumulator of a scan; for an index scan, whether the value's index is the new result."""
     row, (acc, x) = SCANS[v.name], args
     if row.index:
         return bool(x != x or BINARY[f"{row.extreme}="](x, acc))

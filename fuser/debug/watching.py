@@ -1,7 +1,8 @@
-"""A script, run for a report: what it compiled is held, and some steps of it are timed, without a word in the script.
+"""Runs a script for a report: its compiled graphs are kept alive, and some steps are timed, without changes to the
+script.
 
-A step begins with a call of what `torch.compile` gave, and ends where the next call of the same begins. The first
-such object that is called a second time makes the steps; what compiles during a step has the steps begin anew.
+A step begins with a call of an object from `torch.compile`, and ends where the next call of the same object begins.
+The first such object that is called a second time defines the steps; a compilation during a step restarts the steps.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _Held(list[CompiledGraph]):
 
 @dataclass
 class Steps:
-    """Times steps of a script; `wanted` of them, after one that is not counted."""
+    """Times `wanted` steps of a script, after one that is not counted."""
 
     wanted: int
     records: Sequence[CompiledGraph]
@@ -63,7 +64,7 @@ class Steps:
     made: int = 0
 
     def begin(self, number: int) -> None:
-        """A call of object `number` begins."""
+        """Note that a call of object `number` begins."""
         if not self.wanted or self.done is not None or threading.get_ident() != self.thread:
             return
         self.calls[number] += 1
@@ -89,7 +90,7 @@ class Steps:
         self.open.__enter__()
 
     def end(self) -> None:
-        """No step follows; one that is under way counts if it is the only one, and nothing was compiled in it."""
+        """End the steps; a running step counts if it is the only one, and nothing was compiled in it."""
         if self.open is None:
             return
         found, self.open = self.open, None
@@ -108,7 +109,7 @@ def _is_recorded() -> bool:
 
 @contextlib.contextmanager
 def _watched_compile(steps: Steps) -> Iterator[None]:
-    """`torch.compile` gives what tells `steps` of each call."""
+    """Let `torch.compile` return objects that report each call to `steps`."""
     plain: Any = torch.compile
     count = iter(range(1 << 62))
 
@@ -140,7 +141,8 @@ def _watched_compile(steps: Steps) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Watched:
-    """What a script did: the explanation of all that it compiled, times, and what it raised or exited with, if so."""
+    """The result of a script's run: the explanation of all that it compiled, times, and its exception or exit, if
+    any."""
 
     explanation: Explanation
     times: Times
@@ -148,10 +150,10 @@ class Watched:
 
 
 def run_script(script: Path, arguments: Sequence[str], steps: int = 5) -> Watched:
-    """Run `script` as `__main__` with `arguments`, and explain and time what `torch.compile` makes in it.
+    """Run `script` as `__main__` with `arguments`; explain and time what it compiles by `torch.compile`.
 
-    At most `steps` steps are timed. Where the script makes none, kernels are called by themselves. A profile of the
-    script's own (`fuser.profile()`) is taken instead of these.
+    At most `steps` steps are timed. If the script has no steps, kernels are called by themselves. A profile of the
+    script's own (`fuser.profile()`) takes precedence over both.
     """
     records = _Held()
     watch = Steps(steps, records)
@@ -185,7 +187,7 @@ def _is_exit(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as `python script arguments` has them."""
+    """Set `sys.argv` and `sys.path` as `python script arguments` does."""
     argv, path = list(sys.argv), list(sys.path)
     sys.argv[:] = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -196,7 +198,7 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _frames(clock: float, wall: float) -> tuple[tuple[str, float, float], ...]:
-    """Dynamo's compilations since the wall clock stood at `wall`: name, begin on the other clock, seconds."""
+    """Dynamo's compilations since the wall clock time `wall`: name, begin on the other clock, seconds."""
     read: Callable[[], Any] | None = getattr(sys.modules.get("torch._dynamo.utils"), "get_compilation_metrics", None)
     found = []
     for m in read() if read is not None else ():
@@ -214,7 +216,7 @@ def _replay(explanation: Explanation) -> ProfileReport | None:
         return None
     end = time.monotonic() + _REPLAY_SECONDS
     for handle, given in calls:
-        handle(*given)  # what was not run since is warm now
+        handle(*given)  # kernels that have not run recently are warm now
     with torch.no_grad(), profile() as found:
         for handle, given in calls:
             for _ in range(_REPLAYS):
