@@ -41,8 +41,8 @@ def load(path: str | os.PathLike[str], *, key: bytes | str | None = None) -> Loa
 
     Args:
         path: the file.
-        only files signed with it are accepted. None takes the environment's `FUSER_AOT_KEY`. Without any key, files
-        that another user owns or may write are refused. Damage is found either way.
+        key: only files signed with it are accepted. None takes the environment's `FUSER_AOT_KEY`. Without any key,
+            files that another user owns or may write are refused. Damage is found either way.
 
     Returns:
         A `LoadedProgram`. Its results need no gradient, and its calls raise InputError for sizes that the export does

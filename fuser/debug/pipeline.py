@@ -27,7 +27,7 @@ def passes() -> PassTable:
         A `PassTable`: rows of number, stage, name, whether it runs under the current settings, and one line on it.
 
     Raises:
-        `config.disable_passes` names a pass that does not exist.
+        ConfigError: `config.disable_passes` names a pass that does not exist.
     """
     disabled = disabled_names()
     return PassTable((p.number, p.stage, p.item.name, is_enabled(p, disabled), p.item.doc) for p in numbered())

@@ -49,7 +49,7 @@ def report(keys: Iterable[int] | None = None, *, last: bool = False) -> Report:
 
     Args:
         keys: what `register_fusion` returned, for the numbers of these fusions alone.
-        take only the graph that `torch.compile` compiled last. `keys` takes precedence.
+        last: take only the graph that `torch.compile` compiled last. `keys` takes precedence.
 
     Returns:
         A `Report`: groups, kernels, operators, calls on ATen by reason, and seconds of compiling.

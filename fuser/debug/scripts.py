@@ -15,7 +15,7 @@ def graph_for(fused: Any, *inputs: Any) -> str:
 
     Args:
         fused: what `fuse_script` returned.
-        positional arguments of a call that is made first, so that the kernels of that call are included.
+        *inputs: positional arguments of a call that is made first, so that the kernels of that call are included.
 
     Returns:
         The TorchScript graph, each group with its kernels, and each node that is not fused with its reason.
