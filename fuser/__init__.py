@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 
-# Modules, and what is found in modules, that are imported when first asked for.
+# Modules, and attributes of modules, that are imported on first access.
 _LATER: dict[str, tuple[str, str]] = {
     **{name: (name, "") for name in ("aot", "cache", "debug", "frontends", "passes", "testing")},
     "backend": ("frontends.dynamo", "fuser_backend"),
@@ -85,10 +85,10 @@ _LATER: dict[str, tuple[str, str]] = {
 
 
 class _Package(types.ModuleType):
-    """The package itself, which is no backend."""
+    """The package itself, which is not a backend."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `torch.compile(model, backend=fuser)` calls. ConfigError, with the two ways to say it."""
+        """Raise the error for `torch.compile(model, backend=fuser)`: a ConfigError with the two valid forms."""
         error = errors.ConfigError("backend=fuser is the package: expected backend='fuser' or backend=fuser.backend")
         raise importlib.import_module("fuser.frontends.guarantees").in_dynamo(error)
 
@@ -97,10 +97,10 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    """What `_LATER` names.
+    """Import a module or attribute of `_LATER` on first access.
 
-    `fuser.backend` is the function behind `torch.compile(model, backend="fuser")`, and may be given in place of the
-    name: then Dynamo is imported with Python's collector at rest, and the first call comes 0.4 s sooner.
+    `fuser.backend` is the function behind `torch.compile(model, backend="fuser")`, and may be passed in place of the
+    name: then Dynamo is imported without garbage collections, and the first call comes 0.4 s sooner.
     """
     if name not in _LATER:
         said = ": torch.compile(model, backend='fuser') fuses a model" if name in ("compile", "jit", "optimize") else ""

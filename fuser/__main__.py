@@ -1,4 +1,4 @@
-"""Commands: `python -m fuser doctor` (is everything here that is needed?), `cache` (kernels on disk), `report`."""
+"""Commands: `python -m fuser doctor` (checks of this machine), `cache` (kernels on disk), `report`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; the process's exit code."""
+    """Run a command; returns the process's exit code."""
     from fuser.debug import cache_commands, report_command
     from fuser.debug.doctor import doctor
 

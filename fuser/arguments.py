@@ -1,4 +1,4 @@
-"""What arguments are like: their class, by which kernels are stored, and why a kernel may not run on them."""
+"""Classes of arguments, by which kernels are stored, and the reasons why a kernel may not run on arguments."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NUMBERS = (bool, int, float)
 
 
 def arg_spec(args: Sequence[Any], settings: tuple[tuple[str, Any], ...]) -> ArgSpec:
-    """The class of `args`: no sizes, but which of them are equal, 0 or 1.
+    """The class of `args`: it has no sizes, but which sizes are equal, 0 or 1.
 
-    A size is 0, 1 or "s<n>", where n counts different sizes in order of appearance over all arguments. A stride is
-    0, 1, "d<k>" if it is size times stride of dim k (so a contiguous tensor is d1 d2 … 1), "x" where it has no meaning
+    A size is 0, 1 or "s<n>", where n numbers the distinct sizes in order of appearance over all arguments. A stride is
+    0, 1, "d<k>" if it is size times stride of dim k (so a contiguous tensor is d1 d2 … 1), "x" if it has no meaning
     (the size is at most 1), else "t". Numbers are "int", "float" or "bool".
     """
     seen: dict[int, str] = {}
@@ -51,9 +51,9 @@ def _stride_tokens(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[An
 
 
 def home_of(graph: CanonicalGraph) -> str | None:
-    """The device type on which a graph that reads no tensor makes its own; None if it does not say so everywhere.
+    """The device type on which a graph without tensor inputs creates its tensors; None if some call does not name it.
 
-    A call that leaves the device open follows torch's default device, which may change between two calls.
+    A call without a device follows torch's default device, which may change between calls.
     """
     homes = set()
     for node in graph.calls:
@@ -104,13 +104,13 @@ def _why_unfit_tensor(a: torch.Tensor, grad: bool) -> str | None:
 NO_TENSOR = because("no_tensor", "there is no tensor among the inputs")
 
 
-# NumPy's go to ATen as they are: their own arithmetic decides dtypes as Python's numbers do not.
+# NumPy's values go to ATen unchanged: their arithmetic has other dtype rules than Python's numbers.
 _NUMPY = (np.generic, np.ndarray)
 _ACCEPTABLE = (torch.Tensor, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool, *_NUMPY)
 
 
 def is_acceptable(a: Any) -> bool:
-    """Whether a call may have `a` for an argument, on ATen if not in a kernel."""
+    """Whether a call may have `a` as an argument, at least on ATen."""
     return isinstance(a, _ACCEPTABLE)
 
 
@@ -124,7 +124,7 @@ def broadcasts(shapes: Sequence[torch.Size]) -> bool:
 
 
 def explain_entry(entry: KernelEntry) -> str:
-    """One line: the class of arguments, and its kernels or why there are none."""
+    """One line: the class of arguments, and its kernels or the reason why there are none."""
     args = ", ".join(_text(a) for a in entry.spec.args)
     names = ", ".join(k.name for k in entry.kernels)
     return f"({args}): {names or 'no kernel'}{f', because {entry.reason}' if entry.reason else ''}"

@@ -1,8 +1,8 @@
-"""Bundles: the kernels of a cache in one file, for other machines, users and paths, with or without a compiler there.
+"""Bundles: the kernels of a cache in one file, for other machines, users and paths, with or without a compiler.
 
 A bundle is an archive (`runtime/archive.py`): a manifest and entries of the cache, without their checksums, which the
-archive has for all. Plans have the names by which every machine finds them. Unpacked it is a folder that is only read
-(`runtime/prebuilt.py`).
+archive has for all. Plans have the names under which every machine finds them. Unpacked, it is a folder that is only
+read (`runtime/prebuilt.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fuser.runtime.archive import ArchiveError
 
 settings: Any = config  # its attributes are made from a table
 
-# What a bundle may hold beside its manifest.
+# The members that a bundle may have beside its manifest.
 MEMBERS = re.compile(
     r"plans/[0-9a-f]{32}(-[0-9a-f]{16})?\.(plan|refusal)|plans/[0-9a-f]{32}\.operators|cpu/[0-9a-f]{32}\.(so|cpp)|native/[0-9a-f]{24}\.so"
     r"|cuda/[0-9a-f]{32}(\.json|\.cubin|\.choice\.json)"
@@ -41,9 +41,9 @@ _MOST_BYTES = 1 << 33
 
 @dataclass(frozen=True)
 class Bundle:
-    """What a bundle holds: numbers of kernels by device, its bytes, and why entries of the cache were left out.
+    """The contents of a bundle: numbers of kernels by device, its bytes, and why entries of the cache were left out.
 
-    `path` is its file, or the folder into which it was unpacked; `differs`: why it is not used here.
+    `path` is its file, or the folder into which it was unpacked; `differs`: the reasons why it is not used here.
     """
 
     path: pathlib.Path
@@ -58,7 +58,7 @@ class Bundle:
 def export(path: str | os.PathLike[str], key: bytes | None = None) -> Bundle:
     """Write the kernels of the cache that this process would find into a bundle.
 
-    Left out are kernels of other compilers, versions and sources.
+    Kernels of other compilers, versions and sources are left out.
 
     Args:
         path: the file to write, whole or not at all.
@@ -142,7 +142,7 @@ def _add_plans(root: pathlib.Path, members: dict[str, bytes], left_out: Counter[
 
 
 def _add_refusals(root: pathlib.Path, members: dict[str, bytes]) -> None:
-    """Why groups have no kernel, of this version alone: what splits them elsewhere without lowering."""
+    """Add the refusals of this version alone: with them, other machines split groups without lowering."""
     own = _own_suffix()
     for name in _names(root / "plans"):
         match = re.fullmatch(r"([0-9a-f]{32})(-[0-9a-f]{16})?\.refusal", name)
@@ -167,7 +167,7 @@ def _add_operators(root: pathlib.Path, members: dict[str, bytes]) -> None:
 
 
 def _why_left_out(about: Mapping[str, Any], members: Mapping[str, bytes]) -> str | None:
-    """Why a GPU's plan is of no use elsewhere; None if all its binaries are among the members."""
+    """The reason why a GPU's plan is of no use elsewhere; None if all its binaries are among the members."""
     if about.get("sources") != plans.version() or about.get("sources of fuser.cuda") != kept.sources():
         return "of another torch or other sources of fuser"
     if about.get("triton") != str(cuda_toolchain.triton_version()):
@@ -176,7 +176,7 @@ def _why_left_out(about: Mapping[str, Any], members: Mapping[str, bytes]) -> str
 
 
 def _instructions(members: Mapping[str, bytes]) -> frozenset[str]:
-    """What a processor needs for the kernels of all plans among `members`."""
+    """The instructions that the kernels of all plans among `members` need."""
     found: frozenset[str] = frozenset()
     for name in members:
         if re.fullmatch(r"plans/[0-9a-f]{32}\.plan", name):
@@ -219,11 +219,11 @@ def _add_launcher(members: dict[str, bytes]) -> None:
 def import_(path: str | os.PathLike[str], key: bytes | None = None, to: str | None = None) -> Bundle:
     """Unpack a bundle into the cache, where later processes find its kernels, or into a new folder.
 
-    A bundle is code: take none from somebody whose programs you would not run.
+    A bundle is code: import none from a person whose programs you would not run.
 
     Args:
         path: the bundle's file.
-        key: only a bundle that was signed with it is taken. Without one, files that others may have written are
+        key: only a bundle that was signed with it is accepted. Without one, files that others may have written are
             refused.
         to: a folder that is empty or does not exist yet; None is the cache.
 
@@ -240,7 +240,7 @@ def import_(path: str | os.PathLike[str], key: bytes | None = None, to: str | No
         manifest = _checked(packed)
         identity = hashlib.sha256("".join(m.digest + n for n, m in packed.members.items()).encode()).hexdigest()[:32]
         target = _target(identity, to)
-        shown = 0o755, 0o644  # others may run what stands in an image
+        shown = 0o755, 0o644  # others may run programs in a container image
         folder_mode, file_mode = shown if to is not None else (0o700, 0o600)
         if to is None and _is_whole(target, packed):
             return _bundle(target, packed, manifest)
@@ -254,7 +254,7 @@ def import_(path: str | os.PathLike[str], key: bytes | None = None, to: str | No
                 place.write_bytes(packed.read(name))
                 files.put(place, place, mode=file_mode)
             made.chmod(folder_mode)
-            if target.exists():  # one that is not whole
+            if target.exists():  # an incomplete one
                 os.rename(target, work / "before")
             os.rename(made, target)
         prebuilt.forget()
@@ -267,7 +267,7 @@ def _bundle(target: pathlib.Path, packed: archive.Archive, manifest: prebuilt.Ma
 
 
 def _checked(packed: archive.Archive) -> prebuilt.Manifest:
-    """The manifest of an archive all of whose members are whole and belong into a bundle. ArchiveError."""
+    """The manifest of an archive whose members are all whole and allowed in a bundle, else ArchiveError."""
     wrong = [n for n in packed.members if n != prebuilt.MANIFEST and MEMBERS.fullmatch(n) is None]
     if wrong:
         raise ArchiveError(f"archive {packed.path} is no bundle of kernels: it holds {wrong[0]}")
@@ -309,7 +309,7 @@ def _is_whole(target: pathlib.Path, packed: archive.Archive) -> bool:
 
 # -- what differs ------------------------------------------------------------------------------------------------------
 def differences(manifest: prebuilt.Manifest) -> tuple[machine.Difference, ...]:
-    """The fields in which what a bundle was made for differs from this process; none if its kernels are found here."""
+    """The fields in which a bundle's machine differs from this process; empty if its kernels are found here."""
     out = list(machine.differences(manifest.machine))
     made = manifest.made
     if made.get("torch") != torch.__version__:

@@ -1,6 +1,6 @@
-"""The cache in hand: what it holds, whether it is whole, bundles of it, and why a kernel was not found in it.
+"""Access to the cache: its contents, whether they are whole, bundles of them, and why a kernel was not found.
 
-`python -m fuser cache` is the same as a command. `docs/caching.md` describes files and formats.
+`python -m fuser cache` offers the same as commands. `docs/caching.md` describes files and formats.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fuser.runtime.machine import Difference
 
 settings: Any = config  # its attributes are made from a table
 
-# Kinds of files, by their path in the cache. What is not among them was not made by fuser, or is for reading only.
+# Kinds of files, by their path in the cache. Other files were not made by fuser, or are only for people.
 KINDS: tuple[tuple[str, str], ...] = (
     ("library", r"cpu/[0-9a-f]{32}\.so"),
     ("plan", r"plans/[0-9a-f]{32}(-[0-9a-f]{16})?\.plan"),
@@ -49,9 +49,10 @@ UNSEALED = ("source", "reproducer", "lock", "other")
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of the cache: its kind (see `KINDS`), its path in the cache, bytes, seconds since it was made and used.
+    """A file of the cache: its kind (see `KINDS`), its path in the cache, bytes, seconds since its creation and last
+    use.
 
-    `serves` says which kernel it is for, as far as a plan says so. Files of an imported bundle are one entry.
+    `serves` names its kernel, if a plan does. The files of an imported bundle are one entry.
     """
 
     kind: str
@@ -64,7 +65,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Problem:
-    """An entry that is not used, and why."""
+    """An entry that is not used, and the reason."""
 
     name: str
     why: str
@@ -74,7 +75,7 @@ class Problem:
 class Miss:
     """Why a kernel was not found: the fields in which the most similar plan differs, and that plan's name.
 
-    Empty if it is found; `nearest` is "" if no plan is kept at all.
+    Empty if it is found; `nearest` is "" if there is no plan at all.
     """
 
     nearest: str
@@ -101,26 +102,26 @@ def kind_of(name: str | os.PathLike[str]) -> str:
 
 
 def _root(folder: str | os.PathLike[str] | None) -> pathlib.Path:
-    """The cache, or another folder of its layout. ValueError if there is none."""
+    """The cache, or another folder with its layout. ValueError if there is none."""
     if folder is None and not settings.cache_dir:
         raise ValueError("no cache is kept: config.cache_dir is ''")
     return pathlib.Path(settings.cache_dir if folder is None else folder)
 
 
 def _walk(root: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:
-    """All files and everything else that is no folder, by path; imported bundles as one folder each."""
+    """All files and other non-folders, by path; imported bundles as one folder each."""
     for folder, names, others in os.walk(root):
         here = os.path.relpath(folder, root)
         if here == prebuilt.BUNDLES:
             others, names[:] = [n for n in names if not n.startswith(".")], [n for n in names if n.startswith(".")]
         for name in sorted(others):
-            with contextlib.suppress(OSError):  # removed meanwhile
+            with contextlib.suppress(OSError):  # removed by another process
                 path = os.path.normpath(os.path.join(here, name))
                 yield path, os.lstat(os.path.join(root, path))
 
 
 def entries(folder: str | os.PathLike[str] | None = None) -> list[Entry]:
-    """What the cache holds.
+    """The contents of the cache.
 
     Args:
         folder: another folder of the cache's layout; None is the cache.
@@ -146,7 +147,7 @@ def entries(folder: str | os.PathLike[str] | None = None) -> list[Entry]:
 
 
 def _served(root: pathlib.Path) -> Iterator[tuple[str, str]]:
-    """What plans and their libraries are for, by path."""
+    """The kernels that plans and their libraries are for, by path."""
     for name, about in _plans(root):
         args = ", ".join(map(str, about.get("args", ())))
         text = f"{about['name']}({args}): {about.get('operators', '')}"
@@ -169,7 +170,7 @@ def _plans(root: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 # -- keeping it in order -----------------------------------------------------------------------------------------------
 def verify(folder: str | os.PathLike[str] | None = None, remove: bool = False) -> list[Problem]:
-    """What is wrong with the entries that are not as they were written. Plans whose library is missing are named, too.
+    """Find entries that are damaged or not as they were written, and plans whose library is missing.
 
     Args:
         folder: another folder of the cache's layout; None is the cache.
@@ -210,7 +211,7 @@ def verify(folder: str | os.PathLike[str] | None = None, remove: bool = False) -
 
 
 def _needed(about: dict[str, Any]) -> list[pathlib.PurePath]:
-    """The entries without which a plan is of no use."""
+    """The entries that a plan needs."""
     if "binaries" in about:
         return [pathlib.PurePath("cuda", f"{os.path.basename(b)}.cubin") for b in about["binaries"]]
     return [pathlib.PurePath("cpu", os.path.basename(about["library"]))]
@@ -224,7 +225,7 @@ def _why_not_used(path: pathlib.Path, found: os.stat_result) -> str | None:
 
 
 def clear(kinds: Sequence[str] | None = None, unused: float = 0.0) -> int:
-    """Remove entries of the cache. Processes that run keep what they have loaded; what is being made is left alone.
+    """Remove entries of the cache. Running processes keep what they have loaded; files being made are left alone.
 
     Args:
         kinds: names from `KINDS`, or "bundle"; None is all but reproducers. Locks and files of no kind stay.
@@ -263,7 +264,7 @@ def clear(kinds: Sequence[str] | None = None, unused: float = 0.0) -> int:
 
 
 def trim() -> int:
-    """Remove entries that were used longest ago, as far as the cache exceeds `config.cache_limit_bytes`.
+    """Remove the least recently used entries, as far as the cache exceeds `config.cache_limit_bytes`.
 
     Returns:
         The bytes removed; 0 if there is no limit.
@@ -276,7 +277,7 @@ def trim() -> int:
 
 # -- why something was not found ---------------------------------------------------------------------------------------
 def explain_miss(key: int, inputs: Sequence[Any]) -> Miss:
-    """Why no kernel of a fusion is found for some inputs, in the cache or among prebuilt ones.
+    """Find out why no kernel of a fusion is found for these inputs, in the cache or among prebuilt ones.
 
     Nothing is compiled or run.
 
@@ -344,7 +345,7 @@ def _flat(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def differences(path: str | os.PathLike[str], key: bytes | None = None) -> tuple[Difference, ...]:
-    """The fields for which kernels of a bundle are not found by this process.
+    """The fields because of which this process does not find the kernels of a bundle.
 
     Args:
         path: a bundle's file, or the folder into which one was unpacked.
@@ -371,7 +372,7 @@ def _machine_facts(on_gpu: bool) -> dict[str, str]:
 
 
 def stale() -> dict[tuple[str, ...], int]:
-    """How many plans of the cache this process cannot find, such as those of another torch or compiler.
+    """Count the plans of the cache that this process cannot find, such as those of another torch or compiler.
 
     Returns:
         Numbers of plans by the fields for which they are not found, each field as text.

@@ -1,7 +1,7 @@
-"""A process that makes kernels for another one, which goes on calling ATen and finds them in the cache.
+"""A process that compiles kernels for another one, which meanwhile runs ATen and later finds them in the cache.
 
-What lowers and schedules a kernel is Python: in a thread it would take turns with the threads that call. A request
-names a graph, settings and outlines of arguments; whatever comes of it is kept in the cache, kernels as plans and
+Lowering and scheduling a kernel is Python: a thread would compete with the calling threads for the interpreter. A
+request has a graph, settings and outlines of arguments; the result is kept in the cache, kernels as plans, with
 refusals beside them.
 """
 
@@ -29,7 +29,7 @@ NICE = 5
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """What came of a request: {"key": …} of the plan, {"refused": why}, {"failed": why}, or {"defect": why}."""
+    """The outcome of a request: {"key": …} of the plan, {"refused": why}, {"failed": why}, or {"defect": why}."""
     settings = {k: v for k, v in request["settings"].items() if any(s.name == k for s in config.SETTINGS)}
     own = tuple((str(k), v) for k, v in request["config"])
     with config.override(**settings), config.override(**dict(own)):
@@ -62,12 +62,12 @@ def _make(spec: KernelSpec, args: tuple[Any, ...], refusals_only: bool) -> dict[
 
 
 def main(parent: int) -> None:
-    """Answer requests until there are none for a while, or until `parent` has ended."""
+    """Answer requests until none comes for a while, or `parent` has ended."""
     os.nice(NICE)
     torch.set_num_threads(1)
     notices.mute(True)
     answers, lock = os.fdopen(os.dup(1), "w"), forks.lock()
-    os.dup2(2, 1)  # nothing else that is printed is an answer
+    os.dup2(2, 1)  # other output is not an answer
     workers.start(lambda: peer.watch(parent, GLANCE_SECONDS), "fuser-watch")
 
     def work(request: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ def main(parent: int) -> None:
 
 
 def _lines() -> Iterator[bytes]:
-    """The lines that come, until their other end is closed, or none comes while there is nothing to do."""
+    """Lines from stdin, until it is closed, or none comes while there is nothing to do."""
     left = b""
     ready = select.poll()
     ready.register(0, select.POLLIN | select.POLLHUP)

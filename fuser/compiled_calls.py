@@ -1,4 +1,4 @@
-"""Handles inside of compiled functions: Dynamo takes a call of one into its graph, without a graph break."""
+"""Handles inside compiled functions: Dynamo takes a call of one into its graph, without a graph break."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fuser import forks
 
 _DYNAMO = "torch._dynamo"
 _lock = forks.lock()
-_given: weakref.WeakSet[Any] = weakref.WeakSet()  # handles that Dynamo, not imported so far, does not know
+_given: weakref.WeakSet[Any] = weakref.WeakSet()  # handles that Dynamo, not yet imported, does not know
 _watching = False
 
 
 def allow(handle: Any) -> None:
-    """Have Dynamo take calls of `handle`, now or when it is imported, into the graphs that it makes.
+    """Let Dynamo take calls of `handle` into its graphs, now or when it is imported.
 
-    It is then called with fake tensors where a backend traces, and runs its graph by ATen there.
+    While a backend traces, the handle is called with fake tensors and runs its graph on ATen.
     """
-    while hasattr(handle, "inside"):  # what is around a handle is Python, which Dynamo reads
+    while hasattr(handle, "inside"):  # the wrappers of a handle are Python, which Dynamo traces
         handle = handle.inside
     handle = getattr(handle, "func", handle)
     if _DYNAMO in sys.modules and not _is_loading():
@@ -47,7 +47,7 @@ def _allow(handle: Any) -> None:
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Tells Dynamo of all handles when it is imported first. It finds nothing itself."""
+    """Tells Dynamo of all handles when it is first imported. It finds no modules itself."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,7 +1,7 @@
 """Upfront and runtime compilation, and the devices' backends.
 
-Upfront: a graph becomes a `KernelSpec`, once. Runtime: a `KernelSpec` and actual arguments become a `FusedKernel`, by
-the backend of the arguments' device.
+Upfront: a graph becomes a `KernelSpec`, once. Runtime: a `KernelSpec` and actual arguments become a `FusedKernel`,
+through the backend of the arguments' device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ settings: Any = config  # its attributes are made from a table
 
 # -- backends ----------------------------------------------------------------------------------------------------------
 class Source(Protocol):
-    """Generated code: `text` for a compiler, and what it takes to launch it."""
+    """Generated code: `text` for a compiler, and the data to launch it."""
 
     @property
     def text(self) -> str: ...
@@ -51,9 +51,9 @@ class Source(Protocol):
 
 @runtime_checkable
 class FusionBackend(Protocol):
-    """A device's way from scheduled loops to a kernel. `can_fuse` is None, or the reason why it cannot now.
+    """A device's generator and compiler. `can_fuse` returns None, or the reason why it cannot fuse now.
 
-    `codegen` needs neither a compiler nor the device. Both may raise Unsupported, `compile` also CompileError.
+    `codegen` needs neither a compiler nor the device. Both methods may raise Unsupported, `compile` also CompileError.
     """
 
     name: str
@@ -67,24 +67,24 @@ class FusionBackend(Protocol):
 
 @runtime_checkable
 class TuningBackend(FusionBackend, Protocol):
-    """One that can time tiles beside each other: `tune` gives the source with those that won, for `args`' sizes."""
+    """A backend that can time tiles: `tune` returns the source with the fastest tiles for the sizes of `args`."""
 
     def tune(self, source: Any, args: Sequence[Any]) -> Any: ...
 
 
 @runtime_checkable
 class KeepingBackend(FusionBackend, plans.Keeper, Protocol):
-    """One whose kernels' plans are kept for other processes."""
+    """A backend whose kernels' plans are kept for other processes."""
 
 
 class CpuBackend:
-    """C++, by the compiler of the machine."""
+    """C++, compiled by the machine's compiler."""
 
     name = "cpp"
 
     @staticmethod
     def warm_up() -> None:
-        """What the first kernel would wait for, in the background."""
+        """Do in the background what the first kernel would wait for."""
         toolchain.warm_up()
 
     def can_fuse(self) -> str | None:
@@ -117,12 +117,12 @@ class CpuBackend:
         return [(folder, plans.portable(key)) for folder in prebuilt.for_cpu()]
 
     def why_not_made(self) -> str | None:
-        """None if kernels can be made; else they can only be found."""
+        """None if kernels can be compiled, else the reason; they can then only be found."""
         return toolchain.why_no_compiler()
 
 
 class CudaBackend:
-    """Triton, for NVIDIA's GPUs."""
+    """Triton for NVIDIA GPUs."""
 
     name = "triton"
 
@@ -150,7 +150,7 @@ class CudaBackend:
         return fused_kernel.compile_source(source)
 
     def tune(self, source: Any, args: Sequence[Any]) -> Any:
-        from fuser.cuda import tuning  # what races need costs an import that most processes never use
+        from fuser.cuda import tuning  # races need an import that most processes never use
 
         return tuning.tuned(source, args)
 
@@ -175,7 +175,8 @@ class CudaBackend:
         return restore(kept, folder)
 
     def elsewhere(self, key: str) -> Iterable[tuple[Prebuilt, str]]:
-        """Plans of GPUs have their whole names in bundles, too, with the version of Triton that made them."""
+        """Folders with a plan. Bundles have GPU plans under their full names, with the version of Triton that compiled
+        them."""
         from fuser.cuda import kept, toolchain
 
         for folder in prebuilt.for_gpu():
@@ -200,9 +201,9 @@ _lock = forks.lock()
 def register_backend(
     device_type: str, backend: FusionBackend | None, target: Target | None = None, runtime: Runtime | None = None
 ) -> None:
-    """Compile for `device_type` with `backend`; None goes back to the package's own, if any. BackendError if unfit.
+    """Compile for `device_type` with `backend`; None restores the package's own, if any. BackendError if unfit.
 
-    A device that the package does not know needs a target and a runtime, too.
+    A device that the package does not know also needs a target and a runtime.
     """
     _check_device_type(device_type)
     if backend is not None and not isinstance(backend, FusionBackend):
@@ -240,14 +241,14 @@ def _check_foreign(device_type: str, target: Target | None, runtime: Runtime | N
 def _check_device_type(device_type: str) -> None:
     try:
         if not isinstance(device_type, str):
-            raise TypeError  # torch takes a number for the device of that index where there is an accelerator
+            raise TypeError  # torch takes a number for the index of an accelerator device
         torch.device(device_type)
     except (RuntimeError, TypeError):
         raise BackendError(f"{device_type!r} is no device type: expected one such as 'cpu' or 'cuda'") from None
 
 
 def find_backend(device_type: str) -> FusionBackend | None:
-    """The backend of a device type, if there is one."""
+    """The backend of a device type, or None."""
     with _lock:
         if device_type not in _backends:
             make = BUILT_IN.get(device_type)
@@ -256,7 +257,7 @@ def find_backend(device_type: str) -> FusionBackend | None:
 
 
 def override_can_fuse(device_type: str, value: bool | None) -> None:
-    """Fuse on a device type or not, whatever its backend says; None asks the backend again."""
+    """Fuse on a device type or not, whatever its backend says; None restores the backend's answer."""
     with _lock:
         if value is None:
             _overrides.pop(device_type, None)
@@ -276,13 +277,14 @@ def why_not(device_type: str) -> str | None:
 
 
 def is_broken(device_type: str) -> bool:
-    """Whether a device type has a backend that nobody switched off and that cannot fuse: something is missing."""
+    """Whether a device type has a backend, not overridden by the user, that cannot fuse because something is
+    missing."""
     return find_backend(device_type) is not None and _overrides.get(device_type) is None
 
 
 # -- upfront -----------------------------------------------------------------------------------------------------------
 def compile_upfront(registered: Registered, key: int, config: tuple[tuple[str, Any], ...]) -> KernelSpec:
-    """The specification of a graph: everything that can be known before an input is seen."""
+    """The specification of a graph: everything that is known before an input is seen."""
     store = KernelStore()
     store.label = functools.partial(_label, key, registered.graph)
     return KernelSpec(
@@ -309,7 +311,7 @@ def _unlowered(graph: CanonicalGraph) -> tuple[str, ...]:
         answers = {op: refusals.recall(_QUESTION.format(op)) for op in others} if known else {}
         if known and None not in answers.values():
             return _sentences(answers)
-        toolchain.warm_up()  # beside the imports, which take as long
+        toolchain.warm_up()  # in parallel with the imports, which take as long
         import_at_rest("fuser.pipeline")
 
         if not known:
@@ -323,7 +325,7 @@ def _unlowered(graph: CanonicalGraph) -> tuple[str, ...]:
 
 
 def _keep_operators() -> None:
-    """For processes that only look kernels up, and do not import the lowerings."""
+    """Keep the lowered operators for processes that only look up kernels and do not import the lowerings."""
     from fuser import pipeline
     from fuser.lowering import registry
 
@@ -331,13 +333,13 @@ def _keep_operators() -> None:
 
 
 def _remember(op: str, reason: str | None) -> None:
-    """Keep for other processes why an operator is not lowered, if it is not."""
+    """Keep the reason why an operator is not lowered for other processes, if it is not."""
     if reason is not None and not config.check_ir and refusals.recall(_QUESTION.format(op)) is None:
         refusals.remember(_QUESTION.format(op), reason)
 
 
 def _beside(function: Callable[[], object]) -> None:
-    """Do what only other processes need in a thread that the process's end waits for; at once if there can be none."""
+    """Run `function`, which only other processes need, in a non-daemon thread; at once if no thread can be started."""
     here = as_here(function)
     if workers.start(here, "fuser-beside", daemon=False) is None:
         here()
@@ -362,7 +364,7 @@ def why_not_lowered(operators: Iterable[str]) -> str | None:
 
 
 def lowered_of(operators: Iterable[str]) -> frozenset[str]:
-    """Those of some ATen operators that kernels of some device can have in them."""
+    """The operators among these that kernels of some device can contain."""
     if _REGISTRY not in sys.modules and (known := plans.operators()):
         return known.intersection(operators)
     from fuser.lowering import registry
@@ -380,7 +382,7 @@ def views() -> frozenset[str]:
 
 
 def why_not_on(operator: str, device_type: str) -> str | None:
-    """None if kernels on a device can have this ATen operator in them, else why not."""
+    """None if kernels on a device can contain this ATen operator, else the reason."""
     if _REGISTRY not in sys.modules:
         target = targets.known(device_type)
         if target is not None and target.ordered and operator in plans.operators(ordered=True):
@@ -396,14 +398,14 @@ def why_not_on(operator: str, device_type: str) -> str | None:
     return reason
 
 
-_REGISTRY = "fuser.lowering.registry"  # where it is imported, it is asked
+_REGISTRY = "fuser.lowering.registry"  # used if it is already imported
 
 
 def broadcast_groups(graph: CanonicalGraph, pointwise: frozenset[int]) -> tuple[tuple[int, ...], ...]:
-    """The sets of inputs that meet in one elementwise computation, through elementwise operations alone.
+    """The sets of inputs that are combined in one elementwise computation, through elementwise operations alone.
 
-    Such inputs must broadcast together. One group for each elementwise value that no other elementwise operation
-    reads, if more than one input reaches it.
+    Such inputs have to broadcast together. There is one set for each elementwise value that no other elementwise
+    operation reads, if more than one input reaches it.
     """
     reach = [0] * len(graph.nodes)  # bit i: input i
     read: set[int] = set()
@@ -431,7 +433,7 @@ def _bits(mask: int) -> tuple[int, ...]:
 def compile_runtime(spec: KernelSpec, args: Sequence[Any]) -> FusedKernel:
     """The kernel of `spec` for arguments like `args` (bound tensors first). Raises Unsupported or CompileError.
 
-    An earlier process may have made it. With `config.check_ir` it is made anew, so that there is something to check.
+    An earlier process may have compiled it. With `config.check_ir` it is compiled again, so that it can be checked.
     """
     device_type = _device_type(args)
     backend = find_backend(device_type)
@@ -444,7 +446,7 @@ def compile_runtime(spec: KernelSpec, args: Sequence[Any]) -> FusedKernel:
 
 
 def backend_of(args: Sequence[Any]) -> FusionBackend | None:
-    """The backend of the arguments' device, if there is one."""
+    """The backend of the arguments' device, or None."""
     return find_backend(_device_type(args))
 
 
@@ -472,7 +474,7 @@ def _found_or_made(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend
 
 
 def _made_elsewhere(spec: KernelSpec, args: Sequence[Any], refusals_only: bool = False) -> bool:
-    from fuser import elsewhere  # processes that find their kernels do without
+    from fuser import elsewhere  # processes that find their kernels do not need it
 
     return elsewhere.make(spec, args, refusals_only)
 
@@ -492,7 +494,7 @@ def _make(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> Fuse
 
 
 def generate(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> Source:
-    """The source of the kernel of `spec` for arguments like `args`; no compiler and no device needed."""
+    """The source of the kernel of `spec` for arguments like `args`, without compiler and device."""
     import_at_rest("fuser.pipeline")
     from fuser import pipeline
 
@@ -500,10 +502,10 @@ def generate(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> S
 
 
 def find_refused(spec: KernelSpec, args: Sequence[Any], reason: str | None = None) -> Refusals:
-    """Which calls of `spec` no kernel can make for arguments like `args`, and what each value is like.
+    """The calls of `spec` that no kernel can compute for arguments like `args`, and an example of each value.
 
-    `reason` is why the whole group has no kernel, as far as that depends on nothing but group and arguments. It is kept
-    with the result.
+    `reason` is why the whole group has no kernel, if that depends only on group and arguments. It is kept with the
+    result.
     """
     backend = find_backend(_device_type(args))
     keeper = backend if isinstance(backend, KeepingBackend) and not config.check_ir else None

@@ -1,4 +1,4 @@
-"""Settings: one table, read by everything.
+"""Settings: one table that all modules read.
 
 `fuser.config.pool_limit_bytes` reads, `fuser.config.set(pool_limit_bytes=...)` or an assignment writes, `with
 config.override(...)` holds for a block, the environment variable `FUSER_POOL_LIMIT_BYTES` gives the start value.
@@ -24,7 +24,7 @@ from fuser.lazy_dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """One row: its default, what it means, whether it changes generated code, and the values that it takes."""
+    """One row: its default, its meaning, whether it changes generated code, and the values that it accepts."""
 
     name: str
     default: Any
@@ -32,7 +32,7 @@ class Setting:
     key: bool = False
     choices: tuple[Any, ...] = ()
     least: float | None = None
-    read: Callable[[Any], Any] | None = None  # other forms of a value; ValueError says what was expected
+    read: Callable[[Any], Any] | None = None  # converts other forms of a value; its ValueError says what was expected
 
 
 def _calls(value: Any) -> Any:
@@ -65,11 +65,11 @@ def _ratio(value: Any) -> Any:
     return value
 
 
-MANY = 1 << 30  # kernels: as many as there are
+MANY = 1 << 30  # kernels: no limit
 
 
 def _kernels(value: Any) -> Any:
-    """True for as many kernels as there are, or the most kernels of a graph."""
+    """True for any number of kernels, or the most kernels of a graph."""
     if isinstance(value, str):
         value = int(value) if value.isdecimal() else _WORDS.get(value.lower(), value)
     if isinstance(value, bool):
@@ -80,7 +80,7 @@ def _kernels(value: Any) -> Any:
 
 
 def _place(value: Any) -> Any:
-    """A folder's path as seen from the working directory of now: a process that changes it keeps its folders."""
+    """The absolute path of a folder, so that a process that changes its working directory keeps its folders."""
     try:
         return os.path.abspath(value) if isinstance(value, str) and value else value
     except OSError:  # the working directory is gone
@@ -88,14 +88,14 @@ def _place(value: Any) -> Any:
 
 
 def _places(value: Any) -> Any:
-    """Several of them."""
+    """The absolute paths of several folders."""
     return os.pathsep.join(map(_place, value.split(os.pathsep))) if isinstance(value, str) else value
 
 
 def _default_cache_dir() -> str:
-    """Under the user's own cache; none without a home: kernels never come from the working directory."""
+    """A folder in the user's cache; "" without a home: kernels never come from the working directory."""
     base = os.environ.get("XDG_CACHE_HOME") or ""
-    if not os.path.isabs(base):  # to be ignored then, says the specification of that variable
+    if not os.path.isabs(base):  # the XDG specification says to ignore it then
         base = os.path.join(os.path.expanduser("~"), ".cache")
     return str(pathlib.Path(base) / "fuser") if os.path.isabs(base) else ""
 
@@ -244,11 +244,11 @@ SETTINGS: tuple[Setting, ...] = (
 _BY_NAME = {s.name: s for s in SETTINGS}
 _WORDS = {word: on for on, words in ((True, "1 true yes on"), (False, "0 false no off")) for word in words.split()}
 PREFIX = "FUSER_"
-_OTHERS = ("FUSER_TEST_ALL", "FUSER_TEST_DEVICE", "FUSER_STRESS")  # the tests' own variables
+_OTHERS = ("FUSER_TEST_ALL", "FUSER_TEST_DEVICE", "FUSER_STRESS")  # variables of the tests
 
 
 def _from_environment(setting: Setting) -> Any:
-    """The value that the environment gives a setting, else its default. ConfigError names the variable."""
+    """The value of a setting from the environment, else its default. ConfigError names the variable."""
     variable = PREFIX + setting.name.upper()
     text = os.environ.get(variable)
     if text is None:
@@ -265,7 +265,7 @@ def _from_environment(setting: Setting) -> Any:
 
 
 def _warn_of_unknown() -> None:
-    """Say which variables look like settings and are none."""
+    """Warn of variables that look like settings but are none."""
     known = {PREFIX + s.name.upper() for s in SETTINGS}.union(_OTHERS)
     for name in sorted(n for n in os.environ if n.startswith(PREFIX) and n not in known):
         near = _nearest(name.removeprefix(PREFIX).lower())
@@ -274,7 +274,7 @@ def _warn_of_unknown() -> None:
 
 
 def _nearest(name: str) -> str | None:
-    """The setting whose name has most letters in common with `name`; None if none is near."""
+    """The setting whose name is closest to `name`; None if none is close."""
     found = difflib.get_close_matches(name.lower(), _BY_NAME, 1)
     parts = [known for known in sorted(_BY_NAME) if name.lower() in known.split("_") or known.startswith(name.lower())]
     return found[0] if found else parts[0] if parts and len(name) > 2 else None
@@ -287,7 +287,7 @@ def _unknown(name: str) -> str:
 
 
 def check(name: str, value: Any) -> Any:
-    """`value` if `name` is a setting that can take it; raises ConfigError otherwise."""
+    """`value` if `name` is a setting that accepts it; raises ConfigError otherwise."""
     setting = _BY_NAME.get(name)
     if setting is None:
         raise ConfigError(_unknown(str(name)))
@@ -308,7 +308,7 @@ def check(name: str, value: Any) -> Any:
 
 
 class Config(types.ModuleType):
-    """The module itself: settings read as attributes, overridden per thread by `override`."""
+    """The module itself: settings are attributes, which `override` changes for a thread."""
 
     def _start(self) -> None:
         self.__dict__["_values"] = {s.name: _from_environment(s) for s in SETTINGS}
@@ -337,14 +337,14 @@ class Config(types.ModuleType):
         return sorted({*super().__dir__(), *_BY_NAME})
 
     def overridden(self, name: str) -> Any:
-        """The value of a setting that is in force in this thread only; None if there is none."""
+        """The value of a setting that holds in this thread only; None if there is none."""
         for layer in reversed(getattr(self._local, "layers", ())):
             if name in layer:
                 return layer[name]
         return None
 
     def watch(self, name: str, changed: Callable[[], None]) -> None:
-        """Have `changed` called after the setting was changed, in the thread that did so."""
+        """Let `changed` be called after each change of the setting, in the thread that changed it."""
         self._watchers[name] = changed
 
     def _tell(self, names: Iterable[str]) -> None:
@@ -358,7 +358,7 @@ class Config(types.ModuleType):
 
     @contextlib.contextmanager
     def override(self, **values: Any) -> Iterator[None]:
-        """Change settings for this thread, for a block."""
+        """Change settings of this thread in the block."""
         layer = {k: check(k, v) for k, v in values.items()}
         layers = self._local.__dict__.setdefault("layers", [])
         layers.append(layer)
@@ -370,11 +370,11 @@ class Config(types.ModuleType):
             self._tell(values)
 
     def prepared(self, **values: Any) -> Prepared:
-        """The same for a block that is entered at each call of something: values are checked once. May be nested."""
+        """Like `override`, for a block that is entered often: values are checked once. It may be nested."""
         return Prepared(self, {k: check(k, v) for k, v in values.items()})
 
     def snapshot(self) -> dict[str, Any]:
-        """All settings as this thread has them, for `override` in another."""
+        """All settings of this thread, for `override` in another."""
         found = dict(self._values)
         for layer in getattr(self._local, "layers", ()):
             found.update(layer)
@@ -388,13 +388,13 @@ class Config(types.ModuleType):
         return tuple(found.items())
 
     def is_deterministic(self) -> bool:
-        """Whether results may depend on no order of threads."""
+        """Whether results must not depend on the order of threads."""
         asks = sys.modules["torch"].are_deterministic_algorithms_enabled() if "torch" in sys.modules else False
         return self.deterministic == "yes" or self.deterministic == "torch" and asks
 
 
 class Prepared:
-    """Settings of a thread for a block, again and again: see `Config.prepared`."""
+    """Settings of a thread for a block that is entered repeatedly: see `Config.prepared`."""
 
     __slots__ = ("_config", "_layer")
 
@@ -412,7 +412,7 @@ class Prepared:
         self._config._tell(self._layer)
 
 
-if TYPE_CHECKING:  # the table's names are known at run time only
+if TYPE_CHECKING:  # the table's names are known only at run time
 
     def __getattr__(name: str) -> Any: ...
 

@@ -1,7 +1,7 @@
-"""Has kernels of background compilations made by another process (`compile_server.py`), which leaves them in the cache.
+"""Compiles kernels for the background in another process (`compile_server.py`), which leaves them in the cache.
 
-A thread that lowers and schedules takes turns with the threads that call, which then wait for it up to milliseconds.
-What cannot be told to another process, or is not kept in the cache, is made in the thread.
+A thread that lowers and schedules competes with the calling threads for the interpreter, and delays them by up to
+milliseconds. Work that cannot be described to another process, or is not kept in the cache, is done in the thread.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fuser.runtime import peer, process
 
 settings: Any = config  # its attributes are made from a table
 _wanted: ContextVar[bool] = ContextVar("_wanted", default=False)
-# Of this process's own time: the other one has its own limit for each run of a compiler, of which there may be two.
+# In this process's time: the other process has its own limit for each run of a compiler, of which there may be two.
 _PATIENCE = 60.0
 
 
 @contextlib.contextmanager
 def preferred() -> Iterator[None]:
-    """Have what this thread compiles in the block made by another process."""
+    """Let another process do the compilations of this thread in the block."""
     before = _wanted.set(True)
     try:
         yield
@@ -46,9 +46,9 @@ def _peer() -> peer.Peer | None:
 def make(spec: KernelSpec, args: Sequence[Any], refusals_only: bool = False) -> bool:
     """Whether another process has put the kernel of `spec` for arguments like `args`, or its refusal, into the cache.
 
-    Unsupported or CompileError if it found that there is no kernel. False where no other process is wanted or works.
+    Unsupported or CompileError if it found that there is no kernel. False if no other process is wanted or works.
     """
-    if extensions.any_known():  # which another process does not have
+    if extensions.any_known():  # another process does not have these
         return False
     if not _wanted.get() or not settings.cache_dir or torch.get_default_dtype() is not torch.float32:
         return False

@@ -6,15 +6,15 @@ import errno
 
 
 class FuserError(Exception):
-    """Base of every error that `fuser` raises on purpose."""
+    """Base of all errors that `fuser` raises deliberately."""
 
 
 class GraphError(FuserError):
-    """The graph handed to `register_fusion` is not one that can be registered."""
+    """The graph passed to `register_fusion` cannot be registered."""
 
 
 class UnknownKeyError(FuserError, KeyError):
-    """A key that `register_fusion` never returned."""
+    """A key that `register_fusion` did not return, or whose fusion is gone."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
@@ -29,19 +29,19 @@ class AotError(FuserError, RuntimeError):
 
 
 class ConfigError(FuserError, ValueError):
-    """An unknown setting, or a value that it cannot take."""
+    """An unknown setting, or a value that it does not accept."""
 
 
 class BackendError(FuserError, RuntimeError):
-    """No backend for a device, or one that does not fulfil the protocol."""
+    """No backend for a device, or one that does not implement the protocol."""
 
 
 class NotFusedError(FuserError, AssertionError):
-    """What was to be fused is not, by `require_fused` or `fuser.testing.assert_fused`. The message has the reasons."""
+    """A failed check of `require_fused` or `fuser.testing.assert_fused`. The message has the reasons."""
 
 
 class PassError(FuserError, RuntimeError):
-    """A pass that raised, or left a graph that is broken or of another shape. The message names pass and node."""
+    """A pass that raised, or left a graph that is broken or has other shapes. The message names pass and node."""
 
 
 class VerifyError(FuserError, AssertionError):
@@ -49,21 +49,22 @@ class VerifyError(FuserError, AssertionError):
 
 
 class BoundsError(FuserError, AssertionError):
-    """A kernel with `config.check_bounds` that would reach outside of its buffer: a defect of `fuser`."""
+    """A kernel with `config.check_bounds` that would access memory outside of its buffer: a defect of `fuser`."""
 
 
 class LoweringError(FuserError):
-    """A lowering, the scheduler or a generator raised something else than `Unsupported`: a defect. It is named."""
+    """A lowering, the scheduler or a generator raised something other than `Unsupported`: a defect. The message names
+    it."""
 
 
 class TraceError(FuserError):
-    """A trace of a graph raised something of its own: a defect."""
+    """The tracer of a graph itself raised an error: a defect."""
 
 
 class Unsupported(FuserError):
-    """Something that is not fused. Normal: the group is split or falls back, and the reason is kept.
+    """Something that is not fused. This is normal: the group is split or falls back, and the reason is kept.
 
-    `reason` is one sentence; `node` names the graph node or op it is about, if any.
+    `reason` is one sentence; `node` names the graph node or op that it concerns, if any.
     """
 
     def __init__(self, reason: str, node: str | None = None) -> None:
@@ -77,11 +78,11 @@ class NotNow(Unsupported):
 
 
 class NotPrebuilt(Unsupported):
-    """A kernel that can only be found, since nothing here compiles, and is not among those that were made elsewhere."""
+    """A kernel that can only be found, since nothing here compiles, but is not among the prebuilt ones."""
 
 
 def is_defect(error: BaseException) -> bool:
-    """Whether an error that a compilation raised is a fault of `fuser` itself."""
+    """Whether an error raised by a compilation is a fault of `fuser` itself."""
     if is_refusal(error):
         return False
     return not isinstance(error, FuserError) or isinstance(error, (LoweringError, VerifyError, BoundsError, TraceError))
@@ -91,7 +92,7 @@ _SCARCE = frozenset((errno.EAGAIN, errno.EDQUOT, errno.EMFILE, errno.ENFILE, err
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the system refused memory, files or room, even for an import: no fault of `fuser`."""
+    """Whether the system refused memory, files or disk space, even for an import: no fault of `fuser`."""
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SCARCE)
 
 

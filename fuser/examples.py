@@ -1,4 +1,4 @@
-"""Stand-ins for arguments: what a kernel is made for, without the memory of a call."""
+"""Stand-ins for arguments, with which kernels are compiled without a call's memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def outline(a: Any) -> Any:
 
 
 def stand_in(found: Any) -> Any:
-    """A tensor of an outline. On the CPU a real one, which nobody writes: fake ones cost an import."""
+    """A tensor with an outline. On the CPU it is a real one that is never written: fake ones cost an import."""
     if not isinstance(found, tuple):
         return found
     size, stride, dtype, device = found
@@ -30,19 +30,19 @@ def stand_in(found: Any) -> Any:
 
 
 def as_json(a: Any) -> Any:
-    """An argument's outline for another process. Unsupported if it is neither a tensor of the CPU nor a number."""
+    """An argument's outline for another process. Unsupported unless it is a CPU tensor or a number."""
     if isinstance(a, torch.Tensor) and a.device.type == "cpu":
         return {"tensor": [str(a.dtype).removeprefix("torch."), list(a.shape), list(a.stride())]}
     if type(a) not in (bool, int, float):
         raise Unsupported(because("data_size", "an argument that has no outline"))
-    from fuser.canonical.portable import encode_value  # for other processes alone
+    from fuser.canonical.portable import encode_value  # only for other processes
 
     return encode_value(a)
 
 
 def from_json(kept: Any) -> Any:
-    """The stand-in for an argument of which `as_json` wrote the outline."""
-    from fuser.canonical.portable import decode_value  # as above
+    """The stand-in for an argument whose outline `as_json` wrote."""
+    from fuser.canonical.portable import decode_value  # only for other processes
 
     if not isinstance(kept, dict) or "tensor" not in kept:
         return decode_value(kept)
@@ -51,7 +51,7 @@ def from_json(kept: Any) -> Any:
 
 
 def on(device_type: str, example: Any) -> Any:
-    """A meta tensor as a fake one on a device."""
+    """A meta tensor as a fake tensor on a device; other values unchanged."""
     if not isinstance(example, torch.Tensor):
         return example
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -61,7 +61,7 @@ def on(device_type: str, example: Any) -> Any:
 
 
 def concrete(example: Any) -> Any:
-    """A symbolic number or a fake tensor as one with the sizes it was traced with; no memory is written."""
+    """A symbolic number or a fake tensor as a real one with its traced sizes; no memory is written."""
     if isinstance(example, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         if example.node.hint is None:
             raise Unsupported(because("data_size", "a size among the inputs depends on data and is not known ahead"))
@@ -77,7 +77,7 @@ def concrete(example: Any) -> Any:
 
 
 def described(a: Any) -> Any:
-    """(dtype, device type, size, stride) of a tensor; a number itself."""
+    """(dtype, device type, size, stride) of a tensor; a number unchanged."""
     if not isinstance(a, torch.Tensor):
         return a
     return a.dtype, a.device.type, tuple(map(concrete, a.shape)), tuple(map(concrete, a.stride()))

@@ -1,7 +1,7 @@
-"""What happens when no kernel takes a call: check the arguments, find out their `ArgSpec`, compile once or fall back.
+"""The slow path of a call: check the arguments, compute their `ArgSpec`, compile once or fall back.
 
-A call goes to a specification's handle, which is native code. It looks for a kernel that takes the arguments and runs
-it; only where there is none, it calls `Executor.slow`.
+A call goes to a specification's handle, which is native code. It looks for a kernel that matches the arguments and
+runs it; only if there is none, it calls `Executor.slow`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from fuser.splitting import Split
 
 Function = Callable[..., Any]
-# Kernels of one ArgSpec, for sizes that none so far takes, before the rest is left to ATen.
+# Most kernels of one ArgSpec for sizes that no earlier one accepts; further sizes run on ATen.
 MAX_VARIANTS = 24
 _NUMBERS = (bool, int, float)
 _DRAWING = ("rand", "dropout", "bernoulli", ".normal", "uniform", "exponential", "multinomial", "poisson", "philox")
 
 
 def may_repeat(spec: KernelSpec) -> bool:
-    """Whether a call may run more than once: it writes into no input and draws no random numbers."""
+    """Whether a call may run more than once: it writes no input and draws no random numbers."""
     return not spec.registered.writes and not _draws(spec)
 
 
@@ -89,11 +89,11 @@ def restored(
     settings: tuple[tuple[str, Any], ...],
     bound: tuple[Any, ...] = (),
 ) -> Function:
-    """The handle of a graph that `Executor.reduce` wrote as data, with the settings of then. GraphError if it is none.
+    """The handle of a graph that `Executor.reduce` wrote, with its settings then. GraphError if the data is no graph.
 
-    A setting that this version does not have is left out.
+    Settings that this version does not have are ignored.
     """
-    from fuser.canonical import portable  # for pickles alone
+    from fuser.canonical import portable  # only for pickles
 
     try:
         graph = portable.decode_graph(json.loads(text), n_bound)
@@ -114,20 +114,21 @@ def restored(
 
 # -- one specification's calls -----------------------------------------------------------------------------------------
 class Executor:
-    """Runs one specification: `handle(*args)` is the way in, `slow` what it calls when no kernel takes the call.
+    """Runs one specification: `handle(*args)` is the entry, `slow` the function it calls if no kernel accepts the
+    call.
 
-    The handle holds the executor. Nothing here may hold the handle, nor the executor: see `Registry`.
+    The handle holds the executor. Nothing here may reference the handle or the executor: see `Registry`.
     """
 
     def __init__(self, spec: KernelSpec, registry: Registry) -> None:
         self.spec = spec
         self.registry = registry  # of the pieces into which it may be split
         self._local = threading.local()
-        self.admitted: list[FusedKernel] = []  # to the handle, by their numbers there
+        self.admitted: list[FusedKernel] = []  # kernels in the handle, by their numbers in it
         self._handle: Callable[[], Function | None] = lambda: None
         self._lock = forks.lock()
         self._default_dtype = torch.get_default_dtype()
-        me = weakref.ref(self)  # a trial is judged within a call, which holds the executor; so does an order
+        me = weakref.ref(self)  # a trial is judged within a call, which holds the executor; so is an order
 
         def admit(kernel: FusedKernel, magnitudes: int, number: int | None) -> int:
             return cast(Executor, me())._admit(kernel, magnitudes, number)
@@ -141,13 +142,13 @@ class Executor:
         self._trials = Trials(spec, admit, leave)
         self._orders = Orders(spec, lambda: cast(Executor, me()).handle, make)
         self._foreign = foreign.Kernels()
-        self._refused: dict[tuple[Any, ...], tuple[str, Function]] = {}  # by form: why, and what runs
-        self._missing: str | None = None  # why there is no compiler for a device, once calls were left to ATen for it
-        self.splits: dict[ArgSpec | None, Split | None] = {}  # None: of all calls, where the group is blocked
-        self.gradients: Function | None = None  # what runs calls whose arguments require gradients; ATen if None
+        self._refused: dict[tuple[Any, ...], tuple[str, Function]] = {}  # by form: the reason, what runs
+        self._missing: str | None = None  # the reason if calls ran on ATen because a device has no compiler
+        self.splits: dict[ArgSpec | None, Split | None] = {}  # None: of all calls, if the group is blocked
+        self.gradients: Function | None = None  # runs calls whose arguments require gradients; None for ATen
 
     def make_handle(self) -> Function:
-        """The way in. All of this lives as long as it is held."""
+        """The entry of the specification. The executor and its kernels live as long as it is held."""
         made: Function = launcher.make_handle(self.slow)
         known = self._handle = weakref.ref(made)
         self.spec.store.native_fallbacks = lambda: getattr(known(), "refused", ())
@@ -155,16 +156,17 @@ class Executor:
 
     @property
     def handle(self) -> Function:
-        """The way in; one that no call will ever take if nobody holds the other any more."""
+        """The entry; if nothing holds it any more, a new one that no call will reach."""
         return self._handle() or cast(Function, launcher.make_handle(self.slow))
 
     def reduce(self, own: Registered | None = None, bound: tuple[Any, ...] = ()) -> tuple[Any, ...]:
-        """What pickle writes of the handle: its graph as data, which `restored` registers. PicklingError if it cannot.
+        """The pickled form of the handle: its graph as data, which `restored` registers. PicklingError if that is
+        impossible.
 
         Bound tensors become the first inputs of the pickled graph; pickle writes their values beside it. `own` is the
         graph as this handle's caller wrote it, if an equal graph was registered first.
         """
-        from fuser.canonical import portable  # for pickles alone
+        from fuser.canonical import portable  # only for pickles
 
         r = own or self.spec.registered
         try:
@@ -177,9 +179,9 @@ class Executor:
 
     @torch_abi.untraced
     def slow(self, args: tuple[Any, ...], status: int, named: dict[str, Any] | None = None) -> Any:
-        """The result of a call that no kernel took. InputError for wrong arguments, else whatever eager does.
+        """The result of a call that no kernel accepted. InputError for wrong arguments, else whatever eager does.
 
-        `named` are arguments given by keyword; none has been tried with them.
+        `named` are keyword arguments; no kernel has been tried with them.
         """
         if named:
             return self.handle(*self.in_order(args, named))
@@ -212,14 +214,15 @@ class Executor:
         return self._compile_and_run(args)
 
     def _is_differentiated(self, args: tuple[Any, ...]) -> bool:
-        """Whether a gradient is all that keeps kernels from these arguments."""
+        """Whether kernels would accept these arguments if they required no gradient."""
         if not torch.is_grad_enabled() or not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return False
         with torch.no_grad():
             return self._why_not(args) is None
 
     def _run_blocked(self, args: tuple[Any, ...], why_not: str | None) -> Any:
-        """The result of a call of a group with a call that is never fused. It is split at the first that is fit."""
+        """The result of a call of a group that contains a call that is never fused. It is split at the first suitable
+        call."""
         (reason, *_), splits = self.spec.blocked, self.splits
         if None not in splits and why_not is None:
             if in_background():
@@ -240,20 +243,20 @@ class Executor:
         return splitting.is_hopeless(self.spec.registered, pipeline.refusals(self.spec.graph, Survey()))
 
     def _function(self, key: ArgSpec | None) -> Function:
-        """What runs calls that no kernel takes: the group in pieces, or else all of it by ATen."""
+        """The function for calls that no kernel accepts: the group in pieces, or else all of it on ATen."""
         found = self.splits.get(key)
         return found.function if found is not None else self.spec.fallback
 
     def _refuse(
         self, args: tuple[Any, ...], reason: str, first: bool = False, function: Function | None = None
     ) -> bool:  # fmt: skip
-        """Leave calls of this form to `function` or ATen from now on, without asking again.
+        """Send calls of this form to `function` or ATen from now on, without asking again.
 
-        All calls if the group is blocked. With `first` those, too, that a kernel takes. Whether the launcher knows of
-        it; with `first`, nothing is left to ATen that the launcher does not know of.
+        All calls if the group is blocked; with `first`, also those that a kernel accepts. Returns whether the launcher
+        does so; with `first`, no calls are sent to ATen unless it does.
         """
         known = False
-        if config.require_fused:  # each such call is an error, which native code does not raise
+        if config.require_fused:  # each such call raises an error, which native code cannot do
             return False
         refuse, native = getattr(self.handle, "refuse", None), getattr(self.spec.fallback, "function", None)
         if refuse is not None and native is not None:
@@ -267,9 +270,10 @@ class Executor:
         return known
 
     def split(self, args: tuple[Any, ...], why: Exception | None = None) -> Split | None:
-        """The group in pieces around the calls that no kernel makes for arguments like `args`; None if that is no use.
+        """The group in pieces around the calls that no kernel computes for arguments like `args`; None if that is of
+        no use.
 
-        `why` is what its compilation raised. Each piece is a group of its own, which may be split again.
+        `why` is the error of its compilation. Each piece is a group of its own, which may be split again.
         """
         lasting = isinstance(why, Unsupported) and not isinstance(why, NotPrebuilt)
         try:
@@ -297,7 +301,7 @@ class Executor:
     def in_order(
         self, args: tuple[Any, ...], named: dict[str, Any], caller: Caller | None = None
     ) -> tuple[Any, ...]:  # fmt: skip
-        """All arguments in the order of inputs. InputError for a keyword that is no input, or is given already."""
+        """All arguments in the order of inputs. InputError for a keyword that is no input, or is already given."""
         r = self.spec.registered
         key, names = caller or (self.spec.key, r.inputs)
         given = len(args) - len(r.bound)
@@ -309,7 +313,7 @@ class Executor:
         return self.complete((*args, *(named.get(name, default) for name, default in left)), caller)
 
     def complete(self, args: tuple[Any, ...], caller: Caller | None = None) -> tuple[Any, ...]:
-        """`args` with the defaults of those left out. InputError if there are too many, too few, or of a wrong type."""
+        """`args` with defaults for missing ones. InputError if there are too many, too few, or one has a wrong type."""
         r = self.spec.registered
         key, names = caller or (self.spec.key, r.inputs)
         n_bound = len(r.bound)
@@ -355,13 +359,13 @@ class Executor:
         return reason
 
     def _leave(self, args: tuple[Any, ...], reason: str) -> None:
-        """Leave calls to ATen until `reconsider`: all of them if there is no other device."""
+        """Send calls to ATen until `reconsider`: all of them if there is no other device."""
         refuse, native = getattr(self.handle, "refuse", None), getattr(self.spec.fallback, "function", None)
         if refuse is not None and native is not None:
             refuse(native, reason, args if torch.cuda.is_available() else len(args))
 
     def reconsider(self) -> None:
-        """Ask again whether there is a compiler."""
+        """Check again whether there is a compiler."""
         if self._missing is not None:
             getattr(self.handle, "pardon", lambda reason: None)(self._missing)
 
@@ -375,7 +379,7 @@ class Executor:
     def _compile_and_run(self, args: tuple[Any, ...]) -> Any:
         key = arg_spec(args, self.spec.config)
         store = self.spec.store
-        # One may have come since the handle was called; those counted here are in the handle already.
+        # Another thread may have added one since the handle was called; all counted here are in the handle.
         have = store.count(key)
         if have:
             result = self._probe(args)
@@ -403,15 +407,16 @@ class Executor:
                     ),
                 )
 
-    # What is compiled in the background: see `preparing.py`.
+    # Background compilation: see `preparing.py`.
 
     def prepare(self, like: Sequence[Any]) -> Future[str | None]:
-        """Compile in the background for arguments like `like`. The result is None or why there is no kernel."""
+        """Compile in the background for arguments like `like`. The result is None, or the reason why there is no
+        kernel."""
         args = tuple(map(examples.concrete, like))
         return self._orders.order(arg_spec(args, self.spec.config), lambda: args, 0)
 
     def _run_meanwhile(self, key: ArgSpec | None, args: tuple[Any, ...], have: int) -> Any:
-        """The result of a call by ATen, until the background has made what it needs."""
+        """The result of a call on ATen, until the background has made its kernel."""
         self._orders.leave_meanwhile(key, args, have)
         return self._fall_back(args, PENDING)
 
@@ -420,7 +425,7 @@ class Executor:
             kernel = self._made(args)
             try:
                 self._take(kernel, args)
-            except OSError:  # its library has left the cache since: this one stays with the process
+            except OSError:  # its library has left the cache: this kernel stays with the process
                 with config.override(cache_dir=""):
                     kernel = self._made(args)
                     self._take(kernel, args)
@@ -440,7 +445,7 @@ class Executor:
             return compiler.compile_runtime(self.spec, args)
 
     def _take(self, kernel: FusedKernel, args: tuple[Any, ...]) -> None:
-        """Let calls run a new kernel, on trial if it may be. OSError if its library cannot be loaded."""
+        """Let calls run a new kernel, on trial if needed. OSError if its library cannot be loaded."""
         runtime = foreign.runtime_of(kernel.program)
         if runtime is not None:
             self._foreign.add(kernel.program, kernel.library, runtime)
@@ -455,7 +460,8 @@ class Executor:
             self._admit(kernel, ALL_MAGNITUDES, None)
 
     def _admit(self, kernel: FusedKernel, magnitudes: int, number: int | None) -> int:
-        """Let calls of these magnitudes run `kernel`, which has a number in the handle if it is there. The number."""
+        """Let calls of these magnitudes run `kernel`. `number` is its number in the handle if it has one; returns the
+        number."""
         handle: Any = self.handle
         if number is not None:
             handle.widen(number, magnitudes)
@@ -465,7 +471,7 @@ class Executor:
         return added
 
     def _probe(self, args: tuple[Any, ...]) -> Any:
-        """The result of a kernel, or `_MISS` if none takes the call."""
+        """The result of a kernel, or `_MISS` if none accepts the call."""
         self._local.probing = True
         try:
             result = self.handle(*args)

@@ -1,4 +1,4 @@
-"""What users added to lowerings and ops, as part of the names of kept kernels: a changed function finds no old code."""
+"""Users' lowerings and ops, as part of the names of kept kernels: a changed function does not find old code."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import inspect
 import pathlib
 from collections.abc import Iterable
 
-_KNOWN: dict[str, str | None] = {}  # what was added: its text; None where nobody can read it
+_KNOWN: dict[str, str | None] = {}  # by name: the text of an addition; None if it cannot be read
 
 
 def note(name: str, *parts: object) -> None:
-    """`name` was added, and is what `parts` say: values by their text, functions by the files that they are in."""
+    """Record the addition `name`, defined by `parts`: values by their text, functions by their source files."""
     texts = [_text(part) for part in parts]
     _KNOWN[name] = None if None in texts else "\0".join(map(str, texts))
 
 
 def forget(name: str) -> None:
-    """`name` was taken away."""
+    """Remove the addition `name`."""
     _KNOWN.pop(name, None)
 
 
@@ -27,12 +27,12 @@ def without(names: Iterable[str]) -> list[str]:
 
 
 def any_known() -> bool:
-    """Whether users added anything, which other processes do not have."""
+    """Whether users added anything: other processes do not have it."""
     return bool(_KNOWN)
 
 
 def mark() -> str | None:
-    """What tells this process's additions from all others; "" if there are none, None if they cannot be told."""
+    """An identifier of this process's additions; "" if there are none, None if their text is unknown."""
     if None in _KNOWN.values():
         return None
     return hashlib.blake2b(repr(sorted(_KNOWN.items())).encode(), digest_size=16).hexdigest() if _KNOWN else ""

@@ -1,6 +1,6 @@
-"""The fusion group, run by ATen: eager's own results and eager's own errors. Defines what "right" means.
+"""The fusion group on ATen: eager's own results and eager's own errors. This defines what is right.
 
-The group's calls, as they were written, become the lines of one Python function, made when it is first needed.
+The group's calls, in their original form, become the lines of one Python function, which is made on demand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from fuser.canonical.mutation import in_place_twin
 
 
 class Fallback:
-    """A callable of the group's inputs, bound tensors first. Returns what the graph's output does, lists as tuples."""
+    """A callable of the group's inputs, bound tensors first. It returns what the graph's output does, lists as
+    tuples."""
 
     def __init__(self, registered: Registered) -> None:
         self._registered = registered
@@ -33,31 +34,31 @@ class Fallback:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """What a call runs: plain Python, one line for each of the group's calls."""
+        """The function that a call runs: plain Python, one line for each of the group's calls."""
         return self._function or self._make()
 
     @property
     def registered(self) -> Registered:
-        """The group, as it was written."""
+        """The group in its original form."""
         return self._registered
 
     @property
     def source(self) -> str:
-        """The function's text."""
+        """The source of the function."""
         if self._function is None:
             self._make()
         return self._source
 
     @property
     def is_single(self) -> bool:
-        """Whether the group is one operator, but for views; its result may be copied into its first argument."""
+        """Whether the group is one operator apart from views; its result may be copied into its first argument."""
         return len([row for row in _in_place(self._registered).rows if _computes(row)]) == 1
 
     @property
     def direct(self) -> Callable[..., Any] | None:
-        """The function with torch's own functions in place of the overloads of a single operator, as eager code calls
-        them: they read arguments in 0.5 to 2 µs less. None where there are none. Whether they mean the same for some
-        arguments is not known."""
+        """For a single operator, the function with torch's own functions in place of overloads, as eager code calls
+        them: they parse arguments 0.5 to 2 µs faster. None if there are none. It is not known whether both mean the
+        same for all arguments."""
         own = _in_place(self._registered)
         calls = [row for row in own.rows if row.op == "call_function"]
         if not self.is_single or any(_computes(row) and _torch_function(row.target) is None for row in calls):
@@ -67,7 +68,7 @@ class Fallback:
 
     def _compiled(self, source: str, names: dict[str, Any]) -> Callable[..., Any]:
         exec(compile(source, f"<fallback {self._registered.graph.hash[:12]}>", "exec"), names)
-        made: Callable[..., Any] = names.pop("fallback")  # no cycle: what it holds leaves with it
+        made: Callable[..., Any] = names.pop("fallback")  # no cycle: the objects it holds are freed with it
         return made
 
     def _make(self) -> Callable[..., Any]:
@@ -87,8 +88,8 @@ def _computes(row: Row) -> bool:
 
 
 def _in_place(registered: Registered) -> Registered:
-    """The group as eager code writes it: `x.relu_()` where one operator's result is copied into its first argument,
-    which it reads nowhere else. The group itself if it is none of these."""
+    """The group in eager's in-place form: `x.relu_()` if one operator's result is copied into its first argument,
+    which is read nowhere else. The group itself if it has another form."""
     calls = [row for row in registered.rows if row.op in ("call_function", "call_method")]
     if len(calls) != 2 or calls[1].target is not torch.ops.aten.copy_.default or not calls[0].args:
         return registered
@@ -105,7 +106,7 @@ def _in_place(registered: Registered) -> Registered:
 
 
 def _torch_function(target: Any) -> Callable[..., Any] | None:
-    """torch's own Python function of an operator's overload, if it goes by the same name."""
+    """torch's own Python function for an operator's overload, if it has the same name; else None."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     name = target._schema.name.removeprefix("aten::")
@@ -114,14 +115,14 @@ def _torch_function(target: Any) -> Callable[..., Any] | None:
 
 
 def is_plain_name(text: Any) -> bool:
-    """Whether Python's source means `text` itself by it: other letters than ASCII's may stand for different ones."""
+    """Whether `text` is a safe identifier: Python may normalise non-ASCII letters to others."""
     if type(text) is not str or not text.isascii() or not text.isidentifier():
         return False
     return not keyword.iskeyword(text) and text != "__debug__"
 
 
 class _Writer:
-    """Spells the rows. Objects that have no literal become globals of the function."""
+    """Writes the rows as source. Objects without a literal become globals of the function."""
 
     def __init__(self, registered: Registered, called: Callable[[Any], Any] = lambda target: target) -> None:
         self.registered, self.called = registered, called
@@ -130,7 +131,7 @@ class _Writer:
         self.last_use = self._last_uses()
 
     def _last_uses(self) -> dict[int, int]:
-        """For each row, the last row that reads it; a value is dropped there, as eager code would drop it."""
+        """For each row, the last row that reads it; the value is deleted there, as eager code would delete it."""
         last: dict[int, int] = {}
         for row in self.registered.rows:
             last[row.index] = row.index
@@ -192,7 +193,7 @@ class _Writer:
         return self.name_of(value)
 
     def name_of(self, thing: Any) -> str:
-        """The global under which the function finds `thing`."""
+        """The global name under which the function finds `thing`."""
         name = self.known.get(id(thing))
         if name is None:
             base = str(getattr(thing, "__name__", None) or type(thing).__name__).replace(".", "_")

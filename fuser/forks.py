@@ -1,8 +1,9 @@
-"""What a forked child must have made new: locks that other threads held, and what these threads would have finished.
+"""State that a forked child has to renew: locks that other threads held, and work that these threads would have
+finished.
 
-Every lock of the package is made here. A child has one thread, so no lock of its parent's other threads is ever
-released there, and nothing that they were about to do is done. Locks of modules that are being imported are Python's
-own, and a module that is half imported cannot be imported anew: a fork waits for these.
+Every lock of the package is created here. A child has one thread, so locks of its parent's other threads are never
+released there, and their pending work is never done. Locks of modules that are being imported are Python's own, and a
+partially imported module cannot be imported again: a fork waits for these.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fuser import startup
 
 
 class Follower(Protocol):
-    """Something with a state that depends on other threads, and is set right by `after_fork`."""
+    """An object with state that depends on other threads; `after_fork` restores it."""
 
     def after_fork(self) -> None: ...
 
@@ -42,29 +43,29 @@ def lock() -> threading.Lock:
 
 
 def rlock() -> Any:
-    """A lock that its thread may take again, free in a forked child."""
+    """A reentrant lock that is free in a forked child."""
     return _known(threading.RLock())
 
 
 def condition(lock: threading.Lock | None = None) -> threading.Condition:
-    """A condition on which nobody waits in a forked child."""
+    """A condition without waiters in a forked child."""
     made: threading.Condition = _known(threading.Condition(lock))
     return made
 
 
 def event() -> threading.Event:
-    """An event that is set in a forked child if it was before."""
+    """An event that is set in a forked child if it was set before."""
     made: threading.Event = _known(threading.Event())
     return made
 
 
 def follow(follower: Follower) -> None:
-    """Call `follower.after_fork()` in a forked child, once all locks are free, as long as it lives."""
+    """Let `follower.after_fork()` be called in a forked child, once all locks are free, while the follower lives."""
     _followers.add(follower)
 
 
 def in_child(function: Callable[[], None]) -> Callable[[], None]:
-    """Call `function` in a forked child, once all locks are free."""
+    """Let `function` be called in a forked child, once all locks are free."""
     _functions.append(function)
     return function
 
@@ -82,7 +83,7 @@ def _after_fork() -> None:
 
 
 def _free_cached_properties() -> None:
-    """Up to Python 3.11 a cached property has a lock, one for all objects."""
+    """Free the lock of each cached property: up to Python 3.11 it is one for all objects."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == __name__.partition(".")[0]:
             for owner in [v for v in vars(module).values() if isinstance(v, type)]:
@@ -91,13 +92,13 @@ def _free_cached_properties() -> None:
                         value.lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 
-# Roots of modules that threads of the package import on first need, and the most seconds that a fork waits for them.
+# Roots of modules that the package's threads import on demand, and the most seconds that a fork waits for an import.
 _IMPORTED = frozenset({"fuser", "sympy", "torch"})
 _LONGEST_IMPORT = 10.0
 
 
 def _is_importing() -> bool:
-    """Whether another thread is in the middle of importing such a module."""
+    """Whether another thread is importing such a module."""
     known: dict[str, Any] = getattr(sys.modules.get("_frozen_importlib"), "_module_locks", {})
     me = threading.get_ident()
     for name, ref in list(known.items()):

@@ -1,4 +1,4 @@
-"""The front door: register, run, interrogate, debug."""
+"""The public interface: register, run, inspect, debug."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Graph = torch.fx.Graph | torch.fx.GraphModule
 def register_fusion(graph: Graph, *, functional: bool = False, in_place: bool = False) -> int:
     """Register a graph as a fusion group.
 
-    An equal graph whose inputs have the same names gives the same key, which is good until `unregister_fusion` was
-    called as often as this. One with other names shares the specification and its kernels. Tensors that the graph holds
-    itself are bound as they are now. So are constants if the graph differs from an earlier one in nothing else: all
-    further ones share one specification. The settings that change generated code, and torch's default dtype, are those
-    in force now. Nothing is compiled before the first call.
+    An equal graph whose inputs have the same names gives the same key, which is valid until `unregister_fusion` was
+    called as often as this function. A graph with other names shares the specification and its kernels. Tensors that
+    the graph holds are bound as they are now. So are constants, if the graph differs from an earlier one in nothing
+    else: all further ones share one specification. The settings that change generated code, and torch's default dtype,
+    are the current ones. Nothing is compiled before the first call.
 
     Args:
         graph: a torch.fx Graph or GraphModule of calls of ATen or torch. Inputs are tensors of any dtype and size,
@@ -55,10 +55,10 @@ def register_fusion(graph: Graph, *, functional: bool = False, in_place: bool = 
 
 
 def unregister_fusion(key: int) -> None:
-    """Take back one `register_fusion` that gave `key`.
+    """Undo one `register_fusion` that returned `key`.
 
-    With the last one the fusion leaves: what is bound, its kernels and their libraries are given back, at once or when
-    the last of its handles and running calls ends. The key is good until then, and an UnknownKeyError from then on.
+    The last one removes the fusion: bound tensors, its kernels and their libraries are freed, at once or when the last
+    of its handles and running calls ends. The key is valid until then; later it raises an UnknownKeyError.
 
     Args:
         key: what `register_fusion` returned.
@@ -72,7 +72,7 @@ def unregister_fusion(key: int) -> None:
 def register_handle(
     graph: Graph, *, functional: bool = False, in_place: bool = False
 ) -> tuple[int, Callable[..., Any]]:  # fmt: skip
-    """The key and handle of `graph`, registered for as long as that is held. It takes inputs by their positions."""
+    """The key and handle of `graph`, registered while the handle is held. It takes inputs by position."""
     made = register(REGISTRY, graph, functional, in_place)
     return made.key, made.handle
 
@@ -100,10 +100,11 @@ def run_fusion(key: int, inputs: Sequence[Any]) -> list[Any]:
 
 
 def fusion_handle(key: int) -> Callable[..., Any]:
-    """What to call with the inputs, for speed: returns a tensor, tuple, named tuple or list, as the graph does.
+    """Get the callable of a fusion, the fastest way to run it: it returns a tensor, tuple, named tuple or list, as the
+    graph does.
 
-    It works as long as it is held, and keeps the fusion registered for so long. It can be copied and pickled: another
-    process, or this one, gets the handle of the same graph. Functions compiled with `fullgraph=True` may call it.
+    It works as long as it is held, and keeps the fusion registered. It can be copied and pickled: another process, or
+    this one, gets the handle of the same graph. Functions compiled with `fullgraph=True` may call it.
 
     Args:
         key: what `register_fusion` returned.
@@ -126,9 +127,9 @@ def kernel_spec(key: int) -> KernelSpec:
 
 
 def set_gradients(key: int, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have calls of a fusion whose arguments require gradients run `make(fallback)`, made when it is first needed.
+    """Let calls of a fusion whose arguments require gradients run `make(fallback)`, which is made on demand.
 
-    `fallback` runs the fusion by ATen; both take the tensors and numbers bound at registration first.
+    `fallback` runs the fusion on ATen; both take the tensors and numbers bound at registration first.
     """
     registration = REGISTRY.find(key)
     if registration.runner.gradients is None:
@@ -136,7 +137,7 @@ def set_gradients(key: int, make: Callable[[Callable[..., Any]], Callable[..., A
 
 
 class _WhenNeeded:
-    """`make(fallback)`, made at the first call. It holds no runner: see `kernel_cache.Registry`."""
+    """Calls `make(fallback)`, made at the first call. It references no runner: see `kernel_cache.Registry`."""
 
     def __init__(self, make: Callable[[Callable[..., Any]], Callable[..., Any]], fallback: Callable[..., Any]) -> None:
         self._make, self._fallback = make, fallback
@@ -150,7 +151,7 @@ class _WhenNeeded:
 def prepare(key: int, examples: Sequence[Any]) -> Future[str | None]:
     """Compile in the background, so that the first call finds its kernel.
 
-    Calls that come meanwhile wait for it only if they are of the same class.
+    Calls made in the meantime wait for it only if they are of the same class.
 
     Args:
         key: what `register_fusion` returned.
@@ -170,7 +171,7 @@ def prepare(key: int, examples: Sequence[Any]) -> Future[str | None]:
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Wait for all compilations under way in the background.
+    """Wait for all running background compilations.
 
     Args:
         timeout: seconds to wait at most; None waits for all.
@@ -189,7 +190,7 @@ def wait(timeout: float | None = None) -> bool:
 # -- interrogate -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Fusibility:
-    """True or false, with the reason if false."""
+    """A truth value, with the reason if it is false."""
 
     fusible: bool
     reason: str = ""
@@ -199,7 +200,8 @@ class Fusibility:
 
 
 def is_fusible(node: torch.fx.Node) -> Fusibility:
-    """Whether a node of a graph can be part of a kernel. Nothing is compiled, and sizes and dtypes are not looked at.
+    """Find out whether a node of a graph can be part of a kernel. Nothing is compiled; sizes and dtypes are not
+    checked.
 
     Args:
         node: a node of a torch.fx graph of calls of ATen or torch. Only calls of functions and methods can be fused.
@@ -242,7 +244,7 @@ def can_fuse_on_gpu() -> bool:
 
 
 def override_can_fuse_on_cpu(value: bool | None) -> None:
-    """Fuse on the CPU or not, from the next call on, whatever was found out.
+    """Fuse on the CPU or not, from the next call on, whatever the backend says.
 
     Args:
         value: True fuses, False runs all groups of CPU tensors on ATen, None goes back to the backend's answer.
@@ -254,7 +256,7 @@ def override_can_fuse_on_cpu(value: bool | None) -> None:
 
 
 def override_can_fuse_on_gpu(value: bool | None) -> None:
-    """Fuse on CUDA devices or not, from the next call on, whatever was found out.
+    """Fuse on CUDA devices or not, from the next call on, whatever the backend says.
 
     Args:
         value: True fuses, False runs all groups of CUDA tensors on ATen, None goes back to the backend's answer.

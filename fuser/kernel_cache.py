@@ -1,6 +1,6 @@
-"""Kernel specifications and who holds them. The registry finds one by its key or by what it computes.
+"""Kernel specifications and their registrations. The registry finds one by its key or by what it computes.
 
-With `kernel_store.py`, which keeps each one's kernels, the only owner of locks on them.
+With `kernel_store.py`, which keeps the kernels of each, this module is the only owner of locks on them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fuser.lazy_dataclasses import dataclass
 
 @dataclass(frozen=True, eq=False)
 class KernelSpec:
-    """A fusion group, registered: what it computes, without devices or sizes, and the kernels made for it so far.
+    """A registered fusion group: its computation, without devices or sizes, and the kernels compiled for it so far.
 
-    `config` are the settings, in force at registration, that change generated code. `blocked` says, if not empty, why
-    no kernel can run the group. `broadcast_groups` name the inputs that meet in one elementwise computation and so
-    must broadcast together.
+    `config` are the settings, at registration, that change generated code. `blocked` are the reasons, if any, why no
+    kernel can run the group. `broadcast_groups` name the inputs that are combined in one elementwise computation and
+    so have to broadcast together.
     """
 
     key: int
@@ -45,7 +45,7 @@ class KernelSpec:
 
     @property
     def hash(self) -> str:
-        """The canonical graph's content hash, the same in every process."""
+        """The content hash of the canonical graph, the same in every process."""
         return self.graph.hash
 
     def __repr__(self) -> str:
@@ -53,19 +53,20 @@ class KernelSpec:
 
 
 class Caller(NamedTuple):
-    """Who calls a specification: a key, and the names of its inputs, which another of its keys may name otherwise."""
+    """The caller of a specification: a key, and the names of its inputs, which other keys of the specification may
+    name otherwise."""
 
     key: int
     inputs: tuple[str, ...]
 
 
 class Runner(Protocol):
-    """What runs a specification: `slow` for calls that no kernel takes, `prepare` to compile ahead.
+    """Runs a specification: `slow` for calls that no kernel accepts, `prepare` to compile ahead.
 
-    `handle` is the way in. It holds the runner, and the runner does not hold it. `complete` adds the defaults of inputs
-    left out and refuses wrong ones; `in_order` puts those given by keyword in their places before that. Both speak of
-    `caller`; without one, of the key that was registered first.
-    `gradients` runs calls whose arguments require gradients; None for ATen.
+    `handle` is the entry. It holds the runner, but the runner does not hold it. `complete` adds the defaults of
+    missing inputs and rejects wrong ones; before that, `in_order` puts keyword arguments into their positions.
+    Messages of both are about `caller`; without one, about the key that was registered first. `gradients` runs calls
+    whose arguments require gradients; None for ATen.
     """
 
     spec: KernelSpec
@@ -91,7 +92,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Registration:
-    """A key's meaning: a specification, what is bound to it, its runner, and the handle that calls take."""
+    """The meaning of a key: a specification, its bound inputs, its runner, and the handle that is called."""
 
     key: int
     inputs: tuple[str, ...]
@@ -101,7 +102,8 @@ class Registration:
     handle: Callable[..., Any]
 
     def arguments(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """All arguments of the specification for a call with `inputs`, or with one. InputError if they are wrong."""
+        """All arguments of the specification for a call with `inputs`, or with a single one. InputError if they are
+        wrong."""
         if not isinstance(inputs, (list, tuple)):
             inputs = [inputs]
         takes: Flattened | None = getattr(self.handle, "takes", None)
@@ -116,12 +118,12 @@ _NUMBER_IN_OTHER_WORDS = (
     "an input is a number, and an equal graph with other operators, which may treat numbers differently, "
     "was registered first"
 )
-_GONE = 4096  # keys that are gone and still known as such
-_FORMS = 16384  # graphs without some constants that are known to have come
+_GONE = 4096  # most keys of gone fusions that are remembered
+_FORMS = 16384  # most graphs without some constants whose first occurrence is remembered
 
 
 class _Way:
-    """A handle around another one, `inside`. It counts what that counts."""
+    """A handle around another one, `inside`, with its counts."""
 
     inside: Any
 
@@ -139,7 +141,7 @@ class _Way:
 
 
 class Bound(_Way, functools.partial):  # type: ignore[type-arg]
-    """A handle whose first inputs are bound. A partial is native code, too."""
+    """A handle with bound first inputs. A partial is native code, too."""
 
     @property
     def inside(self) -> Any:
@@ -149,7 +151,7 @@ class Bound(_Way, functools.partial):  # type: ignore[type-arg]
 def _around(
     handle: Callable[..., Any], takes: Flattened | None, container: Callable[[Any], Any] | None
 ) -> Callable[..., Any]:  # fmt: skip
-    """A handle that takes arguments and gives results in containers of other forms than the graph's."""
+    """A handle that takes arguments and returns results in other containers than the graph's."""
     return handle if takes is None and container is None else _Around(handle, takes, container)
 
 
@@ -170,8 +172,8 @@ class _Around(_Way):
 class _InOwnWords(_Way):
     """The handle of a graph whose inputs or calls have other names than those of the specification that it shares.
 
-    Keywords and messages have the names of its own inputs. If its calls are written in other words, `own` runs numbers:
-    such words mean the same for tensors alone (see `canonical/spelling.py`).
+    Keywords and messages use the names of its own inputs. If its calls have other spellings, `own` runs calls with
+    numbers: such spellings are equivalent for tensors only (see `canonical/spelling.py`).
     """
 
     def __init__(
@@ -196,7 +198,7 @@ class _InOwnWords(_Way):
         raise wrong
 
     def _wrong(self, args: tuple[Any, ...]) -> InputError | None:
-        """What is wrong with arguments, in the names of this handle's inputs."""
+        """The error about wrong arguments, with the names of this handle's inputs."""
         try:
             self._runner.complete(args, self._caller)
         except InputError as said:
@@ -214,7 +216,7 @@ class _InOwnWords(_Way):
 
 
 def _bound(handle: Callable[..., Any]) -> tuple[Any, ...]:
-    """What is bound in a handle that `Registry.register` made."""
+    """The bound inputs of a handle that `Registry.register` made."""
     while isinstance(handle, _Way) and not isinstance(handle, Bound):
         handle = handle.inside
     return handle.args if isinstance(handle, Bound) else ()
@@ -222,9 +224,9 @@ def _bound(handle: Callable[..., Any]) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class _Entry:
-    """What the registry knows of a key. It holds a handle only while `count` registrations are not taken back.
+    """The registry's record of a key. It holds a handle only while `count` registrations are not undone.
 
-    `offset`: how far the key is from its first choice; None if the same key may be given again.
+    `offset`: the distance of the key from its first choice; None if the same key may be used again.
     """
 
     key: int
@@ -238,7 +240,7 @@ class _Entry:
 
 
 def _not_a_key(key: object) -> str:
-    """The sentence for what `register_fusion` did not return in this process."""
+    """The sentence about a value that `register_fusion` did not return in this process."""
     if key is None or isinstance(key, (int, float, str, list, tuple)):
         return f"unknown key {key!r}: expected one that register_fusion returned in this process"
     cure = "register_fusion(graph) gives the key of a graph, and fuser.explain(model, *inputs) tells of a model"
@@ -246,11 +248,11 @@ def _not_a_key(key: object) -> str:
 
 
 class Registry:
-    """Every specification and registration of the process that somebody holds.
+    """Every live specification and registration of the process.
 
     A registration lives as long as its handle: the registry, frontends, users and running calls hold handles. The
-    handle holds the runner and with it the specification, its kernels and what is bound; nothing of these holds the
-    handle, so that all leave together when the last reference to it does.
+    handle holds the runner, and with it the specification, its kernels and bound inputs; nothing of these holds the
+    handle, so all are freed together with the last reference to it.
     """
 
     def __init__(self) -> None:
@@ -260,18 +262,18 @@ class Registry:
         self._by_key: dict[int, _Entry] = {}
         self._forms: cachetools.LRUCache[bytes, Identity] = cachetools.LRUCache(_FORMS)
         self._gone: cachetools.LRUCache[int, None] = cachetools.LRUCache(_GONE)
-        self.compiled = Counted()  # kernels compiled or taken from the disk, those that left too
-        self._floor = 0  # least distance of such a key from its first choice, so that no key that left is used again
-        # What left, as handles say when they die, which may be at any moment and in any thread.
+        self.compiled = Counted()  # kernels compiled or taken from disk, including freed ones
+        self._floor = 0  # least distance of such a key from its first choice, so that no freed key is used again
+        # Freed entries, noted by handles when they die, which may be at any time and in any thread.
         self._leaving: collections.deque[_Entry | Identity] = collections.deque()
 
     def knows(self, identity: Identity) -> bool:
-        """Whether there is a specification of what `identity` computes."""
+        """Whether there is a live specification with this identity."""
         with self._lock:
             return self._spec_of(identity) is not None
 
     def is_first(self, form: str, identity: Identity) -> bool:
-        """Whether no other graph came before that is of this form, the text of a graph without some constants."""
+        """Whether no other graph had this form before, the text of a graph without some constants."""
         digest = hashlib.blake2b(repr((form, identity[1:])).encode(), digest_size=16).digest()
         with self._lock:
             return bool(self._forms.setdefault(digest, identity) == identity)
@@ -283,10 +285,10 @@ class Registry:
         make_runner: Callable[[int], tuple[Runner, Any]],
         by_name: bool = False,
     ) -> Registration:
-        """The registration of a graph that computes what `identity` does; it is the caller's to hold.
+        """The registration of a graph with this identity; it lives as long as the caller holds it.
 
         `make_runner(key)` makes the runner and the handle of its specification if that is new. `by_name`: its handle
-        takes inputs by the names of its own graph, too.
+        also takes inputs by the names of its own graph.
         """
         bound, spelling = registered.bound, spelling_of(registered)
         tensors_by_id = (id(v) if isinstance(v, torch.Tensor) else (type(v), v) for v in bound)
@@ -308,8 +310,8 @@ class Registry:
                 self._specs[identity] = weakref.ref(way_in, leave), weakref.ref(made_runner)
             found = self._specs[identity][1]
             runner = found()
-            assert runner is not None  # its way in holds it
-            handle = Bound(way_in, *bound) if bound else way_in  # what is bound comes first among the inputs
+            assert runner is not None  # its entry holds it
+            handle = Bound(way_in, *bound) if bound else way_in  # bound inputs come first
             respelled = spelling != spelling_of(runner.spec.registered)
             if respelled or names and names != runner.spec.registered.inputs:
                 own = Fallback(registered) if respelled else None
@@ -323,15 +325,15 @@ class Registry:
             return made
 
     def _spec_of(self, identity: Identity) -> Callable[..., Any] | None:
-        """The way in to a specification, if that is alive."""
+        """The entry of a specification, if it is alive."""
         known = self._specs.get(identity)
         return known[0]() if known is not None else None
 
     def _free_key(self, spelled: tuple[Identity, str, tuple[str, ...]], is_bound: bool) -> tuple[int, int | None]:
         """A key that no other registration has or had, and its distance from the first choice.
 
-        It is made of a hash, so that it is the same in every process that registers in the same order. A registration
-        without objects of this process is its hash: when it comes again it gets its key again.
+        It is derived from a hash, so it is the same in every process that registers in the same order. A registration
+        without objects of this process is its hash: registered again, it gets the same key.
         """
         (content, settings, _), spelling, names = spelled
         text = repr((content, settings, spelling, names, is_bound))
@@ -342,7 +344,7 @@ class Registry:
         return first + offset, offset if is_bound else None
 
     def _sweep(self) -> None:
-        """Forget what left. Under the lock."""
+        """Remove freed entries. Called under the lock."""
         while self._leaving:
             left = self._leaving.popleft()
             if isinstance(left, _Entry):
@@ -363,7 +365,7 @@ class Registry:
             entry.held = registration
 
     def release(self, key: int) -> int:
-        """Take back one registration of `key`: the bytes that it held alone, as far as is known here.
+        """Undo one registration of `key`. Returns the bytes that only it held, as far as known here.
 
         UnknownKeyError if there is none.
         """
@@ -417,7 +419,7 @@ def _append(queue: collections.deque[Any], left: Any, _: Any) -> None:
 
 
 def _registration(entry: _Entry) -> Registration | None:
-    """The registration of an entry, made of its handle; None if that is gone."""
+    """The registration of an entry, made from its handle; None if that is freed."""
     if entry.held is not None:
         return entry.held
     handle, runner = entry.handle(), entry.runner()

@@ -1,7 +1,7 @@
-"""The records that travel between the rooms. All frozen; none holds a device's code.
+"""Records that are passed between the folders. All are frozen; none holds a device's code.
 
-`LaunchProgram` is the contract with `runtime/`: all that a launcher must know to go from a call's arguments to its
-outputs. It is data, so the native launcher and the Python one read the same thing.
+`LaunchProgram` is the contract with `runtime/`: all that a launcher needs to go from a call's arguments to its
+outputs. It is data, so that the native launcher and the Python one read the same program.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from fuser.lazy_dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Bind:
-    """Store the number found here in slot `slot`."""
+    """Store the number at this position in slot `slot`."""
 
     slot: int
 
 
 @dataclass(frozen=True)
 class Check:
-    """The number found here must equal what `code` computes from the slots bound so far."""
+    """The number at this position has to equal the value of `code`, computed from the slots bound so far."""
 
     code: Program
 
 
 @dataclass(frozen=True)
 class InputPattern:
-    """What one argument must look like for a kernel to take it.
+    """The pattern that one argument has to match for a kernel to accept it.
 
-    kind "tensor": dtype, device type, rank, and a `Bind` or `Check` for each size and each stride, in
-    the order size 0 … size n-1, stride 0 … stride n-1. A stride is not checked where its size is at most 1, unless
-    `every_stride` counts, or where the tensor is empty (it is bound all the same). kinds "int", "bool" bind `slot` (an
-    int64 slot); kind "float" binds `slot` of the float array (an int is taken for a float, not the reverse).
+    kind "tensor": dtype, device type, rank, and a `Bind` or `Check` for each size and each stride, in the order size 0
+    … size n-1, stride 0 … stride n-1. A stride is bound but not checked if its size is at most 1, unless
+    `every_stride` is set, or if the tensor is empty. kinds "int" and "bool" bind `slot`, an int64 slot; kind "float"
+    binds `slot` of the float array (an int is accepted as a float, but not the reverse).
     """
 
     kind: str
@@ -45,17 +45,17 @@ class InputPattern:
     sizes: tuple[Bind | Check, ...] = ()
     strides: tuple[Bind | Check, ...] = ()
     slot: int = -1
-    aligned: bool = False  # the data must start at a multiple of `ALIGNMENT` bytes
-    every_stride: bool = False  # eager's layout may depend on strides in dims of one element: these count, too
+    aligned: bool = False  # the data has to start at a multiple of `ALIGNMENT` bytes
+    every_stride: bool = False  # strides in dims of one element count, too: eager's layout may depend on them
 
 
 @dataclass(frozen=True)
 class BufferPattern:
-    """A tensor to allocate before the first step. Sizes and strides in elements.
+    """A tensor to allocate before the first step. Sizes and strides are in elements.
 
-    `output` buffers become torch tensors from torch's own allocator; the others are temporaries from the buffer
-    pool (on a GPU, from torch's allocator), contiguous, 64-byte aligned, given back after the last step. `counters`, on
-    a GPU alone, are int32 temporaries that are 0 before the first step, and that the steps leave 0.
+    `output` buffers become torch tensors from torch's own allocator. The others are temporaries from the buffer pool
+    (on a GPU, from torch's allocator): contiguous, 64-byte aligned, freed after the last step. `counters`, only on a
+    GPU, are int32 temporaries that are 0 before the first step and that the steps leave at 0.
     """
 
     dtype: torch.dtype
@@ -67,9 +67,10 @@ class BufferPattern:
 
 @dataclass(frozen=True)
 class GpuLaunch:
-    """How a step runs on a GPU: blocks of `threads` threads with `shared` bytes, one block for each unit.
+    """The launch of a step on a GPU: blocks of `threads` threads with `shared` bytes of shared memory, one for each
+    unit.
 
-    `params` are the kernel's arguments in order: ("pointer", number among the pointers), ("int32" or "int64", program),
+    `params` are the kernel's arguments in order: ("pointer", index of the pointer), ("int32" or "int64", program),
     ("float64", slot of the float array) or ("null", 0).
     """
 
@@ -100,7 +101,7 @@ ALIGNMENT = 16
 
 
 def memory_order(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
-    """Dims from outermost to innermost if the strides are dense, else None."""
+    """The dims from outermost to innermost if the strides are dense, else None."""
     order = sorted(range(len(size)), key=lambda d: (-stride[d], -size[d], d))
     expected = 1
     for d in reversed(order):
@@ -112,19 +113,19 @@ def memory_order(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] 
 
 
 def is_aligned(t: torch.Tensor) -> bool:
-    """Whether the data begins at a multiple of `ALIGNMENT` bytes; tensors without memory are taken to be new."""
+    """Whether the data starts at a multiple of `ALIGNMENT` bytes; tensors without memory count as new."""
     plain = type(t) in (torch.Tensor, torch.nn.Parameter)
     start = t.data_ptr() if plain else int(t.storage_offset()) * t.element_size()
     return start % ALIGNMENT == 0
 
 
-OUT_OF_BOUNDS = 2  # by kernels with `config.check_bounds` alone: a defect of the kernel
+OUT_OF_BOUNDS = 2  # only by kernels with `config.check_bounds`: a defect of the kernel
 STATUS = {1: "index out of range", OUT_OF_BOUNDS: "an offset outside of its buffer"}
 
 
 @dataclass(frozen=True)
 class LaunchProgram:
-    """From arguments to outputs. `outputs` names, for each result, ("buffer", i) or ("input", i)."""
+    """The program from arguments to outputs. `outputs` has, for each result, ("buffer", i) or ("input", i)."""
 
     inputs: tuple[InputPattern, ...]
     n_slots: int
@@ -148,7 +149,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ArgSpec:
-    """What a kernel is specialised on: no sizes, unless the kernel needs one."""
+    """The class of arguments on which a kernel is specialised: without sizes, unless the kernel needs one."""
 
     args: tuple[Any, ...]
     config: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""The kernels of one specification: each is compiled once, whoever asks and however many ask at once.
+"""The kernels of one specification: each is compiled once, however many threads request it at the same time.
 
 A failure is remembered with its reason and not tried again.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fuser.splitting import Split
 
 class FusedKernel(Protocol):
-    """What a device's compiler gives: the way to launch it, its library, and its source for reading."""
+    """The result of a device's compiler: the launch program, the library, and the source for people."""
 
     @property
     def program(self) -> LaunchProgram: ...
@@ -39,9 +39,9 @@ class FusedKernel(Protocol):
 
 @dataclass
 class KernelEntry:
-    """What the store knows of one `ArgSpec`. `reason` is why there is no kernel, or no further one.
+    """The store's record of one `ArgSpec`. `reason` says why there is no kernel, or no further one.
 
-    `example` describes the arguments that it was first compiled for: (dtype, device type, size, stride), or a number.
+    `example` describes the arguments of its first compilation: (dtype, device type, size, stride), or a number.
     """
 
     spec: ArgSpec
@@ -50,7 +50,7 @@ class KernelEntry:
     compiling: bool = False
     seconds: float = 0.0
     example: tuple[Any, ...] = ()
-    stages: dict[str, float] = field(default_factory=dict)  # seconds of compiling, by stage, in the caller's thread
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of compilation by stage, in the caller's thread
 
     @property
     def state(self) -> str:
@@ -61,7 +61,7 @@ class KernelEntry:
 
 
 class Counted:
-    """A number that threads count up together."""
+    """A counter that threads share."""
 
     def __init__(self) -> None:
         self._lock, self.value = forks.lock(), 0
@@ -83,15 +83,15 @@ class KernelStore:
         self._splits: list[Split] = []
         self.compiled = Counted()
         self.label: Callable[[], str] = lambda: "a group"  # for people
-        self.native_fallbacks: Callable[[], Sequence[tuple[str, int]]] = tuple  # those that only a handle counts
+        self.native_fallbacks: Callable[[], Sequence[tuple[str, int]]] = tuple  # those counted only by a handle
 
     def get_or_compile(
         self, arg_spec: ArgSpec, compile_kernel: Callable[[], FusedKernel], have: int
     ) -> tuple[KernelEntry, bool]:
         """The entry of `arg_spec` with more than `have` kernels, or with a reason; True if this call compiled.
 
-        While one thread compiles, others that ask for the same wait. `compile_kernel` raises an exception whose text is
-        the reason; only what is not an `Exception` (an interrupt) passes through, and is not remembered.
+        While one thread compiles, others that request the same wait. The text of an exception from `compile_kernel`
+        becomes the reason; exceptions that are no `Exception` (an interrupt) propagate and are not remembered.
         """
         with self._lock:
             entry = self._entries.setdefault(arg_spec, KernelEntry(arg_spec))
@@ -138,18 +138,18 @@ class KernelStore:
         logs.trace(f"fuser_kernel_{kernel.name}", lambda: str(kernel.source))
 
     def after_fork(self) -> None:
-        """No thread of the parent's goes on with its compilation in a child, which compiles for itself."""
+        """Reset the entries in a child, which compiles for itself: its parent's threads do not go on there."""
         for entry in self._entries.values():
             entry.compiling = False
 
     def count(self, arg_spec: ArgSpec) -> int:
-        """How many kernels `arg_spec` has so far."""
+        """The number of kernels of `arg_spec`."""
         with self._lock:
             entry = self._entries.get(arg_spec)
             return len(entry.kernels) if entry is not None else 0
 
     def reason(self, arg_spec: ArgSpec) -> str | None:
-        """Why there is no kernel for `arg_spec`, or no further one; None while nobody knows of a reason."""
+        """The reason why there is no kernel for `arg_spec`, or no further one; None if no reason is known."""
         with self._lock:
             entry = self._entries.get(arg_spec)
             return entry.reason if entry is not None else None
@@ -161,7 +161,7 @@ class KernelStore:
             entry.reason = entry.reason or reason
 
     def disable(self, kernel: FusedKernel, reason: str) -> None:
-        """Take a kernel away; nothing more is compiled for its `ArgSpec`."""
+        """Remove a kernel; no further one is compiled for its `ArgSpec`."""
         with self._lock:
             for entry in self._entries.values():
                 if any(k is kernel for k in entry.kernels):
@@ -169,7 +169,7 @@ class KernelStore:
                     entry.reason = reason
 
     def note_fallback(self, reason: str) -> None:
-        """Count one call that ran by ATen, whole or in part."""
+        """Count one call that ran on ATen, whole or in part."""
         with self._lock:
             first = reason not in self._fallbacks
             self._fallbacks.note(reason)
@@ -177,25 +177,25 @@ class KernelStore:
             logs.say("fuser_why", lambda: f"calls of {self.label()} run on ATen [{code_of(reason)}]: {reason}")
 
     def note_split(self, split: Split) -> None:
-        """Keep how the group was split for some arguments."""
+        """Record how the group was split for some arguments."""
         with self._lock:
             self._splits.append(split)
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """How the group was split for arguments that no kernel takes, in the order of arrival."""
+        """The splits of the group for arguments that no kernel accepts, in the order of arrival."""
         with self._lock:
             return tuple(self._splits)
 
     @property
     def entries(self) -> tuple[KernelEntry, ...]:
-        """What is known of each `ArgSpec` seen, in the order of arrival."""
+        """The entry of each `ArgSpec` seen, in the order of arrival."""
         with self._lock:
             return tuple(self._entries.values())
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """Calls that ran by ATen, whole or in part, by reason. Calls that a kernel took are not seen here."""
+        """Calls that ran on ATen, whole or in part, by reason. Calls that a kernel answered are not counted."""
         with self._lock:
             found = Counter(self._fallbacks)
         for reason, calls in self.native_fallbacks():
@@ -204,19 +204,19 @@ class KernelStore:
 
     @property
     def kernels(self) -> tuple[FusedKernel, ...]:
-        """All kernels, in the order in which their `ArgSpec`s arrived."""
+        """All kernels, in the order of their `ArgSpec`s' arrival."""
         with self._lock:
             return tuple(k for e in self._entries.values() for k in e.kernels)
 
     @property
     def compile_seconds(self) -> float:
-        """Wall time spent compiling, failures included."""
+        """Wall time of compilations, including failed ones, in seconds."""
         with self._lock:
             return sum(e.seconds for e in self._entries.values())
 
 
 def reason_of(error: Exception) -> str:
-    """Why there is no kernel, from what its compilation raised."""
+    """The reason why there is no kernel, from the error of its compilation."""
     if isinstance(error, FuserError):
         said: str | None = getattr(error, "reason", None)
         if said is None and is_defect(error):

@@ -1,9 +1,9 @@
-"""`dataclass` as the standard library's, but for when its methods are made: each is compiled when it is called often.
+"""A `dataclass` like the standard library's whose methods are compiled later: each when it is called often enough.
 
-The standard decorator compiles up to seven functions for each class, 0.1 ms apiece, whether or not a process needs the
-class. That was a third of what `import fuser` and the first kernel took. Type checkers see the standard decorator.
+The standard decorator compiles up to seven functions for each class, 0.1 ms each, whether or not a process needs the
+class. That was a third of the time of `import fuser` and the first kernel. Type checkers see the standard decorator.
 
-Classes with these methods are the package's own: no `InitVar`, no `order`, and subclasses by the same decorator.
+Restrictions for these classes: no `InitVar`, no `order`, and subclasses use the same decorator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MISSING = dataclasses.MISSING
 
 
 def _compiled(cls: type, name: str, head: str, lines: list[str], scope: dict[str, Any]) -> Any:
-    """The function `head` with these lines, which becomes the method `name` of the class."""
+    """Compile the function with the signature `head` and these lines as the method `name` of the class."""
     exec("\n ".join([head, *lines]), scope)
     function = scope[name]
     function.__qualname__ = f"{cls.__qualname__}.{name}"
@@ -69,13 +69,13 @@ def _tuple(whose: str, names: list[str]) -> str:
 _MAKERS: dict[str, Callable[[Any, bool], Any]] = {"__init__": _init, "__eq__": _eq, "__hash__": _hash}
 
 
-_FEW = 4  # objects of a class that are made without a compiled method, which takes as long as 20 of them
+_FEW = 4  # objects of a class made without a compiled method; compiling one takes as long as 20 of them
 
 
 def _add(cls: Any, name: str, frozen: bool) -> None:
-    """Give the class a method that compiles the real one in its place, and calls that.
+    """Give the class a method that compiles the real one, replaces itself by it, and calls it.
 
-    The first few objects are filled field by field: most classes have no more in a process of one kernel.
+    The first few objects are filled field by field: in a process of one kernel most classes have no more.
     """
     left = _FEW if name == "__init__" else 0
 
@@ -91,7 +91,7 @@ def _add(cls: Any, name: str, frozen: bool) -> None:
 
 
 def _fill(cls: Any, frozen: bool, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Do what the compiled `__init__` does, or nothing where that would raise; whether it was done."""
+    """Do what the compiled `__init__` does, or nothing if that would raise; returns whether it was done."""
     fields = dataclasses.fields(cls)
     names = [f.name for f in fields if f.init and not f.kw_only]
     taken = {f.name for f in fields if f.init}
@@ -140,11 +140,11 @@ def _set_state(self: Any, state: list[Any]) -> None:
 def _with_fields(cls: Any, slots: bool) -> Any:
     """The standard library's class without methods.
 
-    It looks through annotations that are strings for words such as `ClassVar`, which takes half of its time. Where
-    there are none, it is given others meanwhile.
+    The standard decorator searches string annotations for words such as `ClassVar`, which takes half of its time. If
+    there are none, it gets other annotations during that call.
     """
     make = dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots)
-    cls.__doc__ = cls.__doc__ or cls.__name__  # else it would write a signature there, for 0.2 ms
+    cls.__doc__ = cls.__doc__ or cls.__name__  # else it would write a signature there, which takes 0.2 ms
     types = vars(cls).get("__annotations__")
     if not types or any(not isinstance(t, str) or "ClassVar" in t for t in types.values()):
         return make(cls)
@@ -158,7 +158,7 @@ def _with_fields(cls: Any, slots: bool) -> Any:
 
 def _lazy(cls: Any, frozen: bool, eq: bool, slots: bool) -> Any:
     own = set(vars(cls))
-    unhashed = vars(cls).get("__hash__", _MISSING) is None and "__eq__" in own  # as Python leaves it beside an `__eq__`
+    unhashed = vars(cls).get("__hash__", _MISSING) is None and "__eq__" in own  # as Python sets it beside an `__eq__`
     cls = _with_fields(cls, slots)
     wanted = {"__init__": True, "__eq__": eq, "__hash__": eq and frozen}
     if unhashed:
@@ -184,7 +184,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(cls=None, /, *, frozen=False, eq=True, slots=False):
-        """As `dataclasses.dataclass`; methods are compiled when they are first called."""
+        """Like `dataclasses.dataclass`; methods are compiled when they are first called."""
         return _lazy(cls, frozen, eq, slots) if cls is not None else lambda c: _lazy(c, frozen, eq, slots)
 
 

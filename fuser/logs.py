@@ -1,9 +1,9 @@
-"""Logs where users look: `TORCH_LOGS="fuser"` through torch's registry, `FUSER_LOG` without it; silent by default.
+"""Logging: `TORCH_LOGS="fuser"` through torch's registry, or `FUSER_LOG` without it; silent by default.
 
-Names: `fuser` (a line for each graph), `+fuser` (and for each kernel), and the artifacts in `ARTIFACTS`. torch reads
-`TORCH_LOGS` while it is imported, before this package can register a name, and takes any name of a module for a log:
-so each artifact has a module of its name beside the package, and the logger of that name counts as well. After
-`import fuser` the names are torch's own: `torch._logging.set_logs(modules={"fuser_why": True})`.
+Names: `fuser` (a line for each graph), `+fuser` (also for each kernel), and the artifacts in `ARTIFACTS`. torch reads
+`TORCH_LOGS` when it is imported, before this package can register a name, and accepts any module name as a log. So
+each artifact has a module of its name beside the package, and the logger of that name counts as well. After `import
+fuser` the names are registered: `torch._logging.set_logs(modules={"fuser_why": True})`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NAMES = ("fuser", *ARTIFACTS)
 LOG = logging.getLogger("fuser")
 _LEVELS = {"+": logging.DEBUG, "-": logging.ERROR}
 _artifacts: dict[str, logging.Logger] = {}
-_own: list[logging.Handler] = []  # of FUSER_LOG
+_own: list[logging.Handler] = []  # handlers for FUSER_LOG
 
 
 def register() -> None:
-    """Tell torch's registry the names. A torch with another registry has plain loggers of these names."""
+    """Register the names with torch. With another form of registry, plain loggers with these names are used."""
     for name, description in ARTIFACTS.items():
         _artifacts[name] = _registered(name, description)
     internal: Any = sys.modules.get("torch._logging._internal")
@@ -48,7 +48,7 @@ def _registered(name: str, description: str) -> logging.Logger:
 
 
 def check(text: Any) -> Any:
-    """`text` if it is a list of names as `TORCH_LOGS` takes them; ValueError otherwise."""
+    """`text` if it is a list of names in the form of `TORCH_LOGS`; ValueError otherwise."""
     parts = [p.strip() for p in text.split(",") if p.strip()] if isinstance(text, str) else [repr(text)]
     wrong = [p for p in parts if p.lstrip("+-") not in NAMES]
     if wrong:
@@ -57,7 +57,7 @@ def check(text: Any) -> Any:
 
 
 def apply(text: str) -> None:
-    """Write what `text` names to stderr, in place of what was named before."""
+    """Write the logs named in `text` to stderr, in place of those named before."""
     for handler in _own:
         LOG.removeHandler(handler)
     named = [p.strip() for p in text.split(",") if p.strip()]
@@ -81,13 +81,13 @@ def apply(text: str) -> None:
 
 
 def wants(artifact: str) -> bool:
-    """Whether somebody reads an artifact."""
+    """Whether an artifact's logger is enabled."""
     logger = _logger(artifact)
     return logger is not None and logger.isEnabledFor(logging.DEBUG if logger.name != artifact else logging.INFO)
 
 
 def say(artifact: str, text: Callable[[], str]) -> None:
-    """Log an artifact, if somebody reads it."""
+    """Log an artifact if its logger is enabled."""
     if wants(artifact):
         logger = _logger(artifact)
         assert logger is not None
@@ -95,7 +95,7 @@ def say(artifact: str, text: Callable[[], str]) -> None:
 
 
 def _logger(artifact: str) -> logging.Logger | None:
-    """The logger that `TORCH_LOGS` named while torch was imported, else the registered one."""
+    """The logger that `TORCH_LOGS` enabled when torch was imported, else the registered one."""
     plain = logging.getLogger(artifact)
     return plain if plain.level in (logging.DEBUG, logging.INFO) else _artifacts.get(artifact)
 
@@ -104,7 +104,7 @@ _TRACED = any(os.environ.get(n) for n in ("TORCH_TRACE", "TORCH_DTRACE"))
 
 
 def trace(name: str, text: Callable[[], str]) -> None:
-    """Add an artifact to the file of `TORCH_TRACE`, which tlparse shows."""
+    """Add an artifact to the file of `TORCH_TRACE`, which tlparse displays."""
     internal: Any = sys.modules.get("torch._logging._internal") if _TRACED else None
     if internal is not None:
         internal.trace_structured(

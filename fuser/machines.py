@@ -1,7 +1,7 @@
-"""Machines that CPU kernels are made for: one row each. What a machine has is asked of its row, never of its name.
+"""Machines for which CPU kernels are compiled: one row each. Code asks for a row's properties, never for its name.
 
-`config.isa` names a row, and "" the best one that runs here. A row's optional parts follow its name: "avx512+vnni".
-A row decides the generated text and the compiler's flags, so the row's full name is part of a kernel's identity.
+`config.isa` names a row; "" is the best one that runs here. A row's optional parts follow its name: "avx512+vnni". A
+row decides the generated text and the compiler's flags, so its full name is part of a kernel's identity.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from fuser.lazy_dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Part:
-    """An optional part of a machine: what Linux and the compiler call it, and the fields of the row that it sets."""
+    """An optional part of a machine: its name for Linux and for the compiler, and the fields of the row that it
+    sets."""
 
     name: str
     needs: str
@@ -29,24 +30,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Machine:
-    """One row: which machines it is for, and what they have.
+    """One row: the machines it is for, and their properties.
 
-    architecture: as `uname -m` says it; "" is any.
-    needs: Linux's names of what a processor must have.
-    flags: of every compiler; `runtime/compilers.py` has those that depend on the compiler.
-    vector_bytes, registers: of the widest vectors, for which the generated text is cut.
+    architecture: as in `uname -m`; "" is any.
+    needs: Linux's names of features that a processor must have.
+    flags: for every compiler; `runtime/compilers.py` has those that depend on the compiler.
+    vector_bytes, registers: of the widest vectors, for which code is generated.
     line_bytes: of the caches, for prefetches and alignment.
-    fma: multiplies and adds with one rounding, in one instruction.
-    gathers: reads the words that a vector of indices names.
+    fma: has a fused multiply-add instruction.
+    gathers: has a gather of words by a vector of indices.
     half_casts: converts a float16 by an instruction that g++ has as a builtin.
     lanes: which explicit vectors of `ops/lanes_cpp.py` it has; "" is none.
-    masks: reads and writes some bytes of a whole register, as `cpu/bits.py` does it.
+    masks: loads and stores parts of a register under a byte mask, as `cpu/bits.py` does.
     dots: adds products of bytes to words in one instruction (VNNI).
     bf16_dots: adds products of pairs of bfloat16 to float32 sums in one instruction.
-    past_cache: the instruction of x86-64 that stores a register past the caches; "" is none.
-    prefetches: whether asking for memory ahead of its use is worth the instruction.
-    vector_math: the forms of a vector function, by letter and doubles, that its compilers call (x86-64's vector ABI).
-    sve_bits: the length of its registers where the processor decides on that, else 0.
+    past_cache: x86-64's instruction for non-temporal stores of a register; "" is none.
+    prefetches: whether software prefetches pay.
+    vector_math: the vector function variants, by letter and doubles, that its compilers call (x86-64's vector ABI).
+    sve_bits: the register length if it depends on the processor (SVE), else 0.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Machine:
     parts: tuple[Part, ...] = ()
 
     def with_parts(self, names: frozenset[str]) -> Machine:
-        """The row of a machine that has these optional parts, too. KeyError for one that is none."""
+        """The row of a machine that also has these optional parts. KeyError for an unknown part."""
         own = {p.name: p for p in self.parts}
         chosen = [own[name] for name in sorted(names)]
         sets: dict[str, Any] = {}
@@ -101,7 +102,7 @@ _AVX512_PARTS = (
 )
 _SVE_BITS = (512, 256, 128)
 
-# The best first: "" is the first one that runs here.
+# Best first: "" is the first one that runs here.
 ROWS: tuple[Machine, ...] = (
     Machine(
         "avx512", _X86, needs=_AVX2_NEEDS | set(_AVX512),
@@ -131,7 +132,7 @@ _BY_NAME = {row.name: row for row in ROWS}
 
 @functools.lru_cache(maxsize=64)
 def find(name: str) -> Machine:
-    """The machine that `config.isa` names. ValueError if there is no such row, or it has no such part."""
+    """The machine that `config.isa` names. ValueError if there is no such row or part."""
     if not name:
         return here()
     first, *parts = name.split("+")
@@ -146,7 +147,7 @@ def find(name: str) -> Machine:
 
 
 def check(name: Any) -> Any:
-    """`name` if it is one that `find` takes; ValueError otherwise. Other types are left alone."""
+    """`name` if `find` accepts it; ValueError otherwise. Values of other types are returned unchanged."""
     if isinstance(name, str) and name:
         find(name)
     return name
@@ -154,7 +155,7 @@ def check(name: Any) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def here() -> Machine:
-    """The best row that runs on this machine, with all of its optional parts that the processor has."""
+    """The best row that runs on this machine, with all optional parts that the processor has."""
     row = next(row for row in ROWS if why_not(row) is None)
     return row.with_parts(frozenset(p.name for p in row.parts if p.needs in instructions()))
 
@@ -174,7 +175,7 @@ def why_not(machine: Machine) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def instructions() -> frozenset[str]:
-    """What the processor has, in Linux's words; nothing where Linux does not say."""
+    """The processor's features by Linux's names; empty if Linux does not list them."""
     for line in cpu_text().splitlines():
         name, _, words = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -183,7 +184,7 @@ def instructions() -> frozenset[str]:
 
 
 def cpu_text() -> str:
-    """The processor's name and flags, as Linux lists them; "" if it does not."""
+    """The processor's name and flags as Linux lists them; "" if it does not."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -197,7 +198,7 @@ _PR_SVE_GET_VL, _VL_BYTES = 51, 0xFFFF
 
 @functools.lru_cache(maxsize=1)
 def sve_bits() -> int:
-    """The length of SVE's registers in this process; 0 where there are none."""
+    """The length of SVE registers in this process; 0 if there are none."""
     found = int(ctypes.CDLL(None).prctl(_PR_SVE_GET_VL, 0, 0, 0, 0))
     return 0 if found < 0 else (found & _VL_BYTES) * 8
 

@@ -1,4 +1,4 @@
-"""The process in numbers, as a dict and as text for Prometheus: one table, `METRICS`."""
+"""Metrics of the process, as a dict and as text for Prometheus: one table, `METRICS`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ settings: Any = config  # its attributes are made from a table
 
 @dataclass(frozen=True)
 class Metric:
-    """One number. A "counter" only rises in a process, a "gauge" may fall. With `label` it is one for each reason."""
+    """One metric. A "counter" only increases in a process, a "gauge" may decrease. With `label` there is one for each
+    reason."""
 
     name: str
     kind: str
@@ -35,7 +36,7 @@ def _handles() -> list[Any]:
 
 
 def _alive() -> dict[int, Any]:
-    """A registration of each specification: several share one handle."""
+    """One registration of each specification: several share a handle."""
     return {id(r.spec): r for r in REGISTRY.registrations()}
 
 
@@ -92,9 +93,9 @@ METRICS: tuple[Metric, ...] = (
 
 
 def stats() -> dict[str, Any]:
-    """What happened in this process so far.
+    """Counts of this process so far.
 
-    Groups that were unregistered and that nobody holds any more are not in "hits", "misses" and "fallbacks".
+    Groups that were unregistered and freed are not included in "hits", "misses" and "fallbacks".
 
     Returns:
         Numbers by the names in docs/metrics.md; "fallbacks" is a dict of calls by reason. Sizes are bytes, times
@@ -104,7 +105,7 @@ def stats() -> dict[str, Any]:
 
 
 def prometheus() -> str:
-    """The numbers of `stats` for Prometheus.
+    """The metrics of `stats` in Prometheus' format.
 
     Returns:
         Text in Prometheus' exposition format. Names have the prefix `fuser_`, and counters the ending `_total`.

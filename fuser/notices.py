@@ -1,7 +1,6 @@
 """Warnings to the user: one for each cause, at the user's own line, and never an exception.
 
-A program that turns warnings into errors would else be stopped by what eager does not stop it for; there the sentence
-is logged.
+In a program that turns warnings into errors, they would stop it where eager does not; there the sentence is logged.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ import sys
 import warnings
 
 _log = logging.getLogger("fuser")
-_said: dict[str, None] = {}  # causes, the oldest first
-_MOST = 4096  # causes that are remembered: there is no end of sentences that name sizes
+_said: dict[str, None] = {}  # causes, oldest first
+_MOST = 4096  # causes that are remembered; sentences that name sizes are unlimited
 _muted = False
 
 
 def mute(on: bool) -> None:
-    """Whether nothing more is said: the process ends, and what fails then fails because of that."""
+    """Suppress warnings or not: failures while the process ends are caused by its end."""
     global _muted
     _muted = on
 
 
 def warn_once(sentence: str, cause: str | None = None) -> None:
-    """Warn of `sentence`, unless there was a warning about the same cause; None: of the same sentence."""
+    """Warn with `sentence`, unless there was a warning with the same cause; None: with the same sentence."""
     cause = sentence if cause is None else cause
     if cause not in _said:
         _said[cause] = None
@@ -33,7 +32,7 @@ def warn_once(sentence: str, cause: str | None = None) -> None:
 
 
 def warn(sentence: str) -> None:
-    """Warn of `sentence`; logged instead if warnings are errors."""
+    """Warn with `sentence`; log it instead if warnings are errors."""
     if _muted:
         return
     try:
@@ -43,7 +42,7 @@ def warn(sentence: str) -> None:
 
 
 def _outside() -> int:
-    """The number of frames from `warn` to the first one outside of this package."""
+    """The stack level, from `warn`, of the first frame outside of this package."""
     level, package = 2, __name__.partition(".")[0]
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:

@@ -1,4 +1,4 @@
-"""What is made in the background for one specification, and the calls that run ATen until it is."""
+"""Background work for one specification, and the calls that run on ATen until it is done."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from fuser.reasons import because
 from fuser.runtime.background import COMPILERS, yielding
 from fuser.trials import form_of
 
-# Forms of calls (dtypes, sizes, strides) that are remembered as left to ATen, so that they cost next to nothing.
+# Forms of calls (dtypes, sizes, strides) that are remembered as sent to ATen, so that they cost almost nothing.
 MAX_FORMS = 1024
 PENDING = because("pending", "its kernel is being compiled in the background")
 POOL = COMPILERS
 
 
 def in_background() -> bool:
-    """Whether calls run ATen while their kernels are compiled. Deterministic results depend on no clock."""
+    """Whether calls run on ATen while their kernels are compiled. With deterministic results, timing must not
+    decide."""
     return config.compile_mode == "background" and not torch.are_deterministic_algorithms_enabled()
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Wait until nothing is compiled in the background, for `timeout` seconds at most. Whether it is so."""
+    """Wait until no background compilation runs, for `timeout` seconds at most. Returns whether none does."""
     return POOL.wait(timeout)
 
 
 @contextlib.contextmanager
 def _beside() -> Iterator[None]:
-    """Disturb other threads as little as can be."""
-    from fuser import elsewhere  # for compilations in the background
+    """A block that delays other threads as little as possible."""
+    from fuser import elsewhere  # only for background compilations
 
     with yielding(), elsewhere.preferred():
         yield
@@ -44,15 +45,15 @@ def _beside() -> Iterator[None]:
 class Orders:
     """The orders of one specification: a kernel of an `ArgSpec`, or for None the split of a blocked group.
 
-    `make(key, args, have)` makes what is ordered, if more than `have` kernels are wanted: None, or why there is none.
-    `handle` gives the way in, which an order holds until it is done.
+    `make(key, args, have)` carries out an order, if more than `have` kernels are wanted; it returns None, or why there
+    is no kernel. `handle` gives the entry, which an order holds until it is done.
     """
 
     def __init__(
         self, spec: KernelSpec, handle: Callable[[], Any], make: Callable[[ArgSpec | None, Any, int], str | None]
     ) -> None:  # fmt: skip
         self._spec, self._handle, self._make = spec, handle, make
-        self._lock = forks.rlock()  # of `_pending`, and of the forms that are refused meanwhile
+        self._lock = forks.rlock()  # of `_pending`, and of forms sent to ATen in the meantime
         self._prepared: dict[ArgSpec | None, Future[str | None]] = {}
         self._pending: set[ArgSpec | None] = set()
         self._n_meanwhile = 0
@@ -60,19 +61,20 @@ class Orders:
         forks.follow(self)
 
     def order(self, key: ArgSpec | None, args: Callable[[], tuple[Any, ...]], have: int) -> Future[str | None]:
-        """Have `key` made, if nobody does."""
+        """Order `key`, unless it is ordered already."""
         with self._lock:
             if key not in self._pending:
                 self._pending.add(key)
                 settings = config.snapshot()
-                # The handle is held: what is compiled for it lives until then.
+                # The handle is held, so that the kernel's owner lives until then.
                 self._prepared[key] = POOL.submit(lambda _: self._serve(key, args, have, settings), self._handle())
             return self._prepared[key]
 
     def _serve(
         self, key: ArgSpec | None, make_args: Callable[[], tuple[Any, ...]], have: int, settings: dict[str, Any]
     ) -> str | None:  # fmt: skip
-        """Do what was ordered; calls that ran by ATen meanwhile ask again. None, or why there is no kernel."""
+        """Carry out an order; calls that ran on ATen in the meantime try again. Returns None, or why there is no
+        kernel."""
         try:
             waits = settings["compile_mode"] == "wait"
             with config.override(**settings), contextlib.nullcontext() if waits else _beside():
@@ -83,8 +85,8 @@ class Orders:
                 self._ask_again()
 
     def leave_meanwhile(self, key: ArgSpec | None, args: tuple[Any, ...], have: int) -> None:
-        """Order `key`. Calls of the form of `args` run ATen until it is made, and cost nothing more."""
-        with self._lock:  # nothing is done between the question and what is remembered
+        """Order `key`. Until it is done, calls of the form of `args` run on ATen at no further cost."""
+        with self._lock:  # no order may end between the question and the entry
             if key is not None and key not in self._pending:
                 self._close_if_blind(key, args)
             outlines = tuple(map(examples.outline, args))
@@ -99,7 +101,7 @@ class Orders:
             getattr(self._handle(), "pardon", lambda reason: None)(PENDING)
 
     def _close_if_blind(self, key: ArgSpec, args: tuple[Any, ...]) -> None:
-        """Order nothing again for a call whose own kernel did not take it."""
+        """Compile nothing more for a call whose own kernel did not accept it."""
         call = form_of(args), tuple(a.data_ptr() % ALIGNMENT for a in args if isinstance(a, torch.Tensor))
         if call in self._made_for:
             self._spec.store.close(key, because("variants", "its kernel does not take the inputs it was compiled for"))
@@ -107,7 +109,7 @@ class Orders:
             self._made_for.add(call)
 
     def after_fork(self) -> None:
-        """Forget the orders in a forked child, which has none of the threads that would do them."""
+        """Drop the orders in a forked child, which has no threads to carry them out."""
         self._pending.clear()
         self._made_for.clear()
         self._ask_again()

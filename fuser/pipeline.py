@@ -1,6 +1,6 @@
 """From a canonical graph and arguments to a device's source: lowering, scheduling, code generation.
 
-Nothing here is imported before a kernel has to be made: a process that finds its kernels on disk needs none of it.
+It is imported only to compile a kernel: a process that finds its kernels on disk does not need it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def generate(graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend) -> Source:
-    """The source of the kernel of `graph` for arguments like `args`; no compiler and no device needed."""
+    """The source of the kernel of `graph` for arguments like `args`, without compiler and device."""
     return _generate(with_numbers(graph, _numbers(args)), args, backend, graph.text)
 
 
@@ -53,9 +53,9 @@ def _generate(
 
 @contextlib.contextmanager
 def _stage(name: str, graph: CanonicalGraph) -> Iterator[None]:
-    """A span, in which torch's default device makes no constant of ours.
+    """A span in which torch's default device does not affect our constants.
 
-    What a stage raises, but for the package's own errors, is a defect, said with its place and operators.
+    An exception of a stage that is not one of the package's errors is a defect; its message names place and operators.
     """
     with span(name), torch._C.DisableTorchFunction():
         try:
@@ -75,16 +75,17 @@ def _numbers(args: Sequence[Any]) -> frozenset[int]:
 
 
 def find_refused(graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend | None) -> Refusals:
-    """Which calls of `graph` no kernel can make for arguments like `args`, and what each value is like.
+    """The calls of `graph` that no kernel can compute for arguments like `args`, and an example of each value.
 
-    First those that cannot be lowered; if there are none, those for which there is no code.
+    First those that cannot be lowered; if there are none, those for which no code can be generated.
     """
     COUNTS.add("lowerings")
     return refusals(graph, _surveyed(with_numbers(graph, _numbers(args)), args, backend))
 
 
 def refusals(graph: CanonicalGraph, found: Survey) -> Refusals:
-    """What splitting needs to know of the nodes of `graph`: `found` for some arguments, and what holds for all."""
+    """The facts about the nodes of `graph` that splitting needs: `found` for some arguments, and those that always
+    hold."""
     refused = dict(found.refused)
     for node in graph.calls:
         if node.index not in refused and node.op != "getitem" and not is_host(node.op):
@@ -122,10 +123,10 @@ def _surveyed(graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend
 
 
 def with_numbers(graph: CanonicalGraph, inputs: frozenset[int]) -> CanonicalGraph:
-    """`graph` for calls in which `inputs` are numbers: operators on numbers alone become Python's."""
+    """`graph` for calls in which `inputs` are numbers: operators whose operands are all numbers become Python's."""
     numbers = set(inputs)
     nodes = list(graph.nodes)
-    inverses: dict[int, Any] = {}  # of numbers, by node
+    inverses: dict[int, Any] = {}  # reciprocals of numbers, by node
     for node in graph.calls:
         operands = [a.index in numbers if isinstance(a, Ref) else isinstance(a, (int, float)) for a in node.args]
         if is_host(node.op):
@@ -139,10 +140,10 @@ def with_numbers(graph: CanonicalGraph, inputs: frozenset[int]) -> CanonicalGrap
 
 
 def _on_numbers(node: CanonicalNode, inverses: dict[int, Any]) -> tuple[str, tuple[Any, ...]] | None:
-    """The operation of Python that a call was written as, if its operands are numbers; None if it was none.
+    """The Python operation that a call was written as, if its operands are numbers; None if there is none.
 
-    `1 - p` and `c / p` are written with the operators of tensors that stand for them, the second as a product with the
-    reciprocal of p.
+    `1 - p` and `c / p` are spelled with tensor operators in the graph, the second as a product with the reciprocal of
+    p.
     """
     if node.op == "aten.rsub" and len(node.args) == 2:
         return "host.sub", node.args[::-1]
@@ -167,10 +168,10 @@ def why_not_lowered(operators: Iterable[str]) -> str | None:
 
 
 def lowered_operators() -> frozenset[str]:
-    """The canonical operators that kernels of some device can have in them."""
+    """The canonical operators that kernels of some device can contain."""
     return frozenset(op for op in {*LOWERINGS, *HOST_OPS, "getitem"} if why_not_lowered([op]) is None)
 
 
 def unordered_operators() -> frozenset[str]:
-    """Those of them that need points in no order (`Target.ordered`)."""
+    """The operators that are not lowered for devices on which points run in order (`Target.ordered`)."""
     return frozenset(ORDERED)

@@ -1,12 +1,12 @@
-"""Kernels that an earlier process made, found again without lowering, scheduling, code generation or a compiler.
+"""Plans: kernels of earlier processes, found again without lowering, scheduling, code generation or a compiler.
 
 A plan is a kernel's launch program (patterns of inputs, guards, buffers, steps) and the name of its library, as JSON.
-Its key is made of all that decided it: the canonical graph, the settings, the arguments for which it was made (dtypes,
-sizes, strides, values of numbers), torch's version and this package's sources; then compiler and processor. So a
-process that finds a plan has the kernel that it would have made itself. Plans that were made elsewhere have the first
-part of the key as their name, and are found where their libraries run (`runtime/prebuilt.py`). Plans are entries of
-the cache, trusted and checked like libraries (`runtime/files.py`). A plan that is damaged, or whose library is, is
-made again.
+Its key is derived from all that determines it: the canonical graph, the settings, the arguments for which it was
+compiled (dtypes, sizes, strides, values of numbers), torch's version and this package's sources; then compiler and
+processor. So a plan that a process finds is the kernel that it would have compiled itself. Prebuilt plans are named by
+the first part of the key, and are found where their libraries run (`runtime/prebuilt.py`). Plans are entries of the
+cache, trusted and checked like libraries (`runtime/files.py`). If a plan or its library is damaged, both are made
+again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fuser.targets import HOST
 settings: Any = config  # its attributes are made from a table
 
 FORMAT = 3
-MOST_OPERATORS = 12  # that are named
+MOST_OPERATORS = 12  # operators named in a plan
 _DECIDING = ("canonical", "codegen", "cpu", "ir", "lowering", "ops", "scheduler")
 _DECIDING_FILES = ("kernel_spec.py", "machines.py", "pipeline.py", "plans.py", "refusals.py", "targets.py")
 _SEAL = r"\n#fuser [0-9a-f]{64}\n\Z"
@@ -47,7 +47,7 @@ _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)
 # -- keys --------------------------------------------------------------------------------------------------------------
 @functools.cache
 def version() -> str | None:
-    """What tells plans of this package's sources and of this torch from all others; None where there are no sources."""
+    """An identifier of this package's sources and this torch, for names of plans; None if there are no sources."""
     root = os.path.dirname(__file__)
     try:
         groups = [_DECIDING_FILES, *(_sources(root, name) for name in _DECIDING)]
@@ -60,12 +60,12 @@ def version() -> str | None:
             known = _digest(root, paths)
             write(name, known)
         return known
-    except OSError:  # a package of compiled files alone, or in an archive
+    except OSError:  # a package with compiled files only, or in an archive
         return None
 
 
 def _stamp(root: str, paths: Iterable[str]) -> str:
-    """The same while nobody has written to the files, so that each process need not read all 160 of them."""
+    """A stamp of the files that changes when one is written, so that a process need not read all 160 of them."""
     looks = [(f.st_ino, f.st_size, f.st_mtime_ns, f.st_ctime_ns) for f in (os.stat(f"{root}/{path}") for path in paths)]
     text = repr((FORMAT, torch.__version__, root, looks))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -79,7 +79,7 @@ def _digest(root: str, paths: Iterable[str]) -> str:
 
 
 def _sources(root: str, folder: str) -> list[str]:
-    """The source files in `folder` and in the folders in it. OSError if there is no such folder."""
+    """The source files in `folder` and its subfolders. OSError if there is no such folder."""
     found = []
     for name in os.listdir(os.path.join(root, folder)):
         if name.endswith(".py"):
@@ -92,11 +92,11 @@ def _sources(root: str, folder: str) -> list[str]:
 def key_of(spec: KernelSpec, args: Sequence[Any], machine: str | None) -> str | None:
     """The name of the plan of `spec` for arguments like `args` on a machine; None if there can be none.
 
-    Without a machine it is the name of a plan that was made elsewhere, which the other begins with.
+    Without a machine, it is the name of a prebuilt plan: the first part of the full name.
     """
     known = version()
     added = extensions.mark()
-    if known is None or added is None or spec.registered.opaque:  # Python objects that no text tells apart
+    if known is None or added is None or spec.registered.opaque:  # Python objects that no text identifies
         return None
     described = tuple(map(_described, args))
     parts = (known + added, repr((torch.get_default_dtype(), spec.config, described)), spec.graph.text)
@@ -107,7 +107,7 @@ def key_of(spec: KernelSpec, args: Sequence[Any], machine: str | None) -> str | 
 
 
 def question_key(question: str) -> str | None:
-    """The name of an answer that depends on this package's sources and torch alone; None if there can be none."""
+    """The name of an answer that depends only on this package's sources and torch; None if there can be none."""
     known, added = version(), extensions.mark()
     if known is None or added is None:
         return None
@@ -115,12 +115,12 @@ def question_key(question: str) -> str | None:
 
 
 def machine_suffix(machine: str) -> str:
-    """How the names of a machine's plans end."""
+    """The suffix of the names of a machine's plans."""
     return hashlib.blake2b(machine.encode(), digest_size=8).hexdigest()
 
 
 def portable(key: str) -> str:
-    """The name of a plan on all machines."""
+    """The machine-independent part of a plan's name."""
     return key.partition("-")[0]
 
 
@@ -128,11 +128,11 @@ def _described(a: Any) -> Any:
     if not isinstance(a, torch.Tensor):
         return a
     found = a.dtype, a.device.type, tuple(a.shape), a.stride()
-    return found if a.device.type == HOST else (*found, is_aligned(a))  # kernels of the CPU take any memory
+    return found if a.device.type == HOST else (*found, is_aligned(a))  # CPU kernels accept any alignment
 
 
 def facts(spec: KernelSpec, args: Sequence[Any]) -> dict[str, Any]:
-    """What a key is made of, for people: see `fuser.cache.explain_miss`."""
+    """The parts of a key by name, for people: see `fuser.cache.explain_miss`."""
     operators = list(dict.fromkeys(node.op.removeprefix("aten.") for node in spec.graph.calls))
     return {
         "graph": spec.graph.hash[:16],
@@ -153,20 +153,20 @@ def _argument(a: Any) -> str:
 
 
 def _folder() -> pathlib.Path | None:
-    with contextlib.suppress(OSError):  # whoever keeps libraries says why
+    with contextlib.suppress(OSError):  # the code that keeps libraries reports it
         return files.folder(settings.cache_dir, "plans") if settings.cache_dir else None
     return None
 
 
 def read(name: str, shared: bool = False) -> Any:
-    """The JSON of an entry among the plans; None if there is none. `shared`: or of an entry in the fleet's store."""
+    """The JSON of an entry among the plans; None if there is none. `shared`: also of an entry in the remote store."""
     folder = _folder()
     fetch = remote.read if shared else files.read
     return _parsed(fetch(folder / name) if folder is not None else None)
 
 
 def everywhere(name: str) -> Iterator[Any]:
-    """The JSON of an entry that is the same on all machines: here, in the fleet's store, and in bundles."""
+    """The JSON of entries that are the same on all machines: here, in the remote store, and in bundles."""
     yield read(name, shared=True)
     for folder in prebuilt.all_folders():
         yield _parsed(folder.read("plans", name))
@@ -180,11 +180,11 @@ def _parsed(data: bytes | None) -> Any:
 
 
 def write(name: str, value: Any, shared: bool = False) -> None:
-    """Keep JSON among the plans, for other processes; with `shared` also in the fleet's store."""
+    """Store JSON among the plans, for other processes; with `shared` also in the remote store."""
     folder = _folder()
     if folder is not None:
         data = json.dumps(value, separators=(",", ":")).encode()
-        with contextlib.suppress(OSError):  # a folder that cannot be written: the next process works as this one did
+        with contextlib.suppress(OSError):  # a read-only folder: the next process works without it, too
             files.write(folder / name, data)
             eviction.note(len(data))
         if shared:
@@ -194,7 +194,7 @@ def write(name: str, value: Any, shared: bool = False) -> None:
 # -- kernels -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class KeptKernel:
-    """A kernel of an earlier process. Its source is read when somebody asks for it."""
+    """A kernel of an earlier process. Its source is read on demand."""
 
     name: str
     program: LaunchProgram
@@ -204,7 +204,7 @@ class KeptKernel:
 
     @functools.cached_property
     def source(self) -> str:
-        """The text from which the library was made, as far as it was kept; it is for reading only."""
+        """The text from which the library was made, if it was kept; it is for people."""
         path = pathlib.Path(str(self.library))
         try:
             return re.sub(_SEAL, "", (path.with_suffix(".cpp") if path.suffix == ".so" else path).read_text())
@@ -215,11 +215,11 @@ class KeptKernel:
 class Keeper(Protocol):
     """A backend whose kernels' plans are kept for other processes.
 
-    `machine` is all that decides its code beside the source, `machine_facts` the same for people; None: nothing is
-    kept. `kept_of` is what a plan holds of a kernel's library, with at least its name as "library"; None: the library
-    is this process's own. `library_of` is that library again, from the cache or from the folder of a bundle; None if it
-    is not whole. It may raise KeyError, TypeError and ValueError. `elsewhere` are folders with kernels that were made
-    elsewhere, each with the name that the plan `key` has there.
+    `machine` is all that determines its code beside the source, `machine_facts` the same by name; None: nothing is
+    kept. `kept_of` describes a kernel's library for a plan, with at least its name as "library"; None: the library is
+    this process's own. `library_of` loads that library again, from the cache or from the folder of a bundle; None if
+    it is not whole. It may raise KeyError, TypeError and ValueError. `elsewhere` gives folders of prebuilt kernels,
+    each with the name of the plan `key` in it.
     """
 
     def machine(self) -> str | None: ...
@@ -234,7 +234,7 @@ class Keeper(Protocol):
 
 
 def find(key: str, keeper: Keeper, elsewhere: bool = True) -> KeptKernel | None:
-    """The kernel that was kept under `key`, or that was made elsewhere for it if that counts; None if there is none."""
+    """The kernel kept under `key`, or with `elsewhere` a prebuilt one for it; None if there is none."""
     kept = entries(key, "plan", keeper, elsewhere)
     return next((k for found, folder in kept if (k := _kernel(found, keeper, folder)) is not None), None)
 
@@ -242,7 +242,7 @@ def find(key: str, keeper: Keeper, elsewhere: bool = True) -> KeptKernel | None:
 def entries(
     key: str, kind: str, keeper: Keeper, elsewhere: bool = True
 ) -> Iterator[tuple[Any, pathlib.Path | None]]:  # fmt: skip
-    """The JSON that was kept under `key`, with its bundle's folder: here, in bundles, and in the fleet's store last."""
+    """The JSON kept under `key`, with its bundle's folder: here, in bundles, and last in the remote store."""
     name, here = f"{key}.{kind}", _folder() if key != portable(key) else None
     if here is not None:
         yield _parsed(files.read(here / name)), None
@@ -257,7 +257,7 @@ def _kernel(kept: Any, keeper: Keeper, folder: pathlib.Path | None) -> KeptKerne
         return None
     try:
         program = decode_program(kept["program"])
-        encode(program)  # nothing in it may lead a launch astray
+        encode(program)  # it checks that no launch can access anything outside
         library = keeper.library_of(kept, folder)
         reasons = tuple((a, b, c) for a, b, c in kept["reasons"])
         return KeptKernel(kept["name"], program, library, kept["n_kernels"], reasons) if library is not None else None
@@ -266,7 +266,7 @@ def _kernel(kept: Any, keeper: Keeper, folder: pathlib.Path | None) -> KeptKerne
 
 
 def about(plan: bytes | None) -> dict[str, Any]:
-    """What a kept plan says of itself: its kernel's name, its library's, and all that its key was made of."""
+    """The description in a kept plan: its kernel's and library's names, and all that its key was derived from."""
     kept = _parsed(plan)
     try:
         found = {"name": str(kept["name"]), "library": str(kept["library"]), **kept["about"]}
@@ -277,7 +277,7 @@ def about(plan: bytes | None) -> dict[str, Any]:
 
 
 def details(data: bytes) -> dict[str, Any]:
-    """What a refusal says of itself: all that its key was made of, or the question that it answers."""
+    """The description in a refusal: all that its key was derived from, or the question that it answers."""
     kept = _parsed(data)
     about = kept.get("about", kept) if isinstance(kept, dict) else {}
     return about if isinstance(about, dict) else {}
@@ -304,15 +304,15 @@ _NO_OPERATORS: tuple[frozenset[str], frozenset[str], frozenset[str]] = (frozense
 
 
 def operators(ordered: bool = False) -> frozenset[str]:
-    """The operators that kernels can be made of, as far as an earlier process has kept them: for some device.
+    """The operators that kernels of some device can contain, as kept by an earlier process; empty if unknown.
 
-    `ordered`: where points run in order, as on the CPU.
+    `ordered`: for devices on which points run in order, such as the CPU.
     """
     return _operators(settings.cache_dir, settings.prebuilt_cache)[ordered]
 
 
 def views() -> frozenset[str]:
-    """Those of the operators whose result aliases their first argument, as far as an earlier process has kept them."""
+    """The operators whose result aliases their first argument, as kept by an earlier process; empty if unknown."""
     return _operators(settings.cache_dir, settings.prebuilt_cache)[2]
 
 
@@ -333,7 +333,7 @@ def _are_names(value: Any) -> bool:
 
 
 def keep_operators(names: Iterable[str], unordered: Iterable[str] = (), views: Iterable[str] = ()) -> None:
-    """Keep them for other processes; `unordered` are those that need points in no order, `views` those that alias."""
+    """Keep operators for other processes: all, those `unordered` that ordered devices lack, and `views` (aliases)."""
     if version() is not None:
         kept = [sorted(extensions.without(some)) for some in (names, unordered, views)]
         write(f"{version()}.operators", kept, shared=True)
@@ -361,7 +361,7 @@ def _items(items: Iterable[Bind | Check]) -> list[Any]:
 
 
 def decode_program(kept: Any) -> LaunchProgram:
-    """The launch program that `encode_program` wrote. KeyError, TypeError or ValueError if it is none."""
+    """The launch program that `encode_program` wrote. KeyError, TypeError or ValueError if it has another form."""
     inputs, n_slots, n_floats, guards, buffers, steps, outputs, single = kept
     return LaunchProgram(
         tuple(_input(*i) for i in inputs),

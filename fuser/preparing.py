@@ -1,4 +1,4 @@
-"""What the background makes for one specification: a kernel for some arguments, or the split of a group."""
+"""The work of background compilation for one specification: a kernel for some arguments, or the split of a group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Maker(Protocol):
-    """What runs a specification, as far as it is needed here (see `Executor`)."""
+    """The part of a specification's executor that is needed here (see `Executor`)."""
 
     spec: KernelSpec
     registry: Registry
@@ -32,9 +32,9 @@ class Maker(Protocol):
 
 
 def make(maker: Maker, key: ArgSpec | None, args: tuple[Any, ...], have: int) -> str | None:
-    """Make what was ordered: for an `ArgSpec` a kernel, if more than `have` are wanted; for None the split of a group.
+    """Carry out an order: for an `ArgSpec`, a kernel if more than `have` are wanted; for None, the split of the group.
 
-    None, or why there is no kernel.
+    Returns None, or why there is no kernel.
     """
     if key is not None:
         return _make_kernel(maker, key, args, have)
@@ -57,10 +57,10 @@ def _make_kernel(maker: Maker, key: ArgSpec, args: tuple[Any, ...], have: int) -
 
 
 def _prepare_pieces(maker: Maker, made: Split | None, device_type: str) -> None:
-    """Have the pieces of a split compiled as far as their inputs are known."""
+    """Compile the pieces of a split whose inputs are known."""
     for key, piece in zip(made.keys, made.pieces, strict=True) if made is not None else ():
         if None not in piece.examples:
-            found = maker.registry.find(key)  # constants may be bound: they come first among its arguments
+            found = maker.registry.find(key)  # bound constants come first among its arguments
             found.runner.prepare(found.arguments([examples.on(device_type, e) for e in piece.examples]))
 
 

@@ -1,4 +1,4 @@
-"""One line on a terminal while a compilation takes longer than a few seconds: what is done, and what is compiling."""
+"""A progress line on a terminal during long compilations: how many are done, and what is being compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from fuser import forks
 from fuser.runtime import workers
 
-AFTER, EVERY = 3.0, 0.5  # seconds without a line, and between two
+AFTER, EVERY = 3.0, 0.5  # seconds before the first line, and between two lines
 _WIDTH = 100
 _lock = forks.lock()
 _running: dict[object, Callable[[], str]] = {}
@@ -20,16 +20,16 @@ _thread: threading.Thread | None = None
 
 
 def on_terminal() -> bool:
-    """Whether somebody looks: stderr is a terminal."""
+    """Whether stderr is a terminal."""
     try:
         return sys.stderr.isatty()
-    except (AttributeError, ValueError):  # closed, or none
+    except (AttributeError, ValueError):  # stderr is closed or missing
         return False
 
 
 @contextlib.contextmanager
 def working(on: Callable[[], str]) -> Iterator[None]:
-    """While something is compiled that `on()` names. Costs nothing where stderr is no terminal."""
+    """A block that compiles what `on()` names. It costs nothing unless stderr is a terminal."""
     if not on_terminal():
         yield
         return
@@ -50,11 +50,11 @@ def _begin(token: object, on: Callable[[], str]) -> None:
             _state.update(began=time.monotonic(), done=0, shown=0)
         _running[token] = on
         if _thread is None or not _thread.is_alive():
-            _thread = workers.start(_watch, "fuser-progress")  # None where there can be no thread: no line then
+            _thread = workers.start(_watch, "fuser-progress")  # None if no thread can be started: then there is no line
 
 
 def _watch() -> None:
-    """Write the line again and again until nothing is compiled, then take it away."""
+    """Update the line until nothing is compiled, then erase it."""
     global _thread
     idle = 0
     while idle < 2:  # between two kernels of one graph nothing may be running
@@ -75,12 +75,12 @@ def _watch() -> None:
 def _named(on: Callable[[], str]) -> str:
     try:
         return on()
-    except Exception:  # a name is worth no failure
+    except Exception:  # a name must not cause a failure
         return "?"
 
 
 def line(seconds: float, done: int, names: list[str]) -> str:
-    """What is shown."""
+    """The text of the line."""
     text = f"fuser: {seconds:.0f} s, {done} compilations done, {len(names)} under way: {'; '.join(names)}"
     return text if len(text) < _WIDTH else text[: _WIDTH - 1] + "…"
 

@@ -1,8 +1,8 @@
-"""Why an operator is in no kernel: the closed list of reasons, each with what it means and what to do about it.
+"""Reasons why an operator is in no kernel: a closed list, each with its meaning and cure.
 
-A stage says a reason as a sentence with the details of the case and the code of its row: `because(code, sentence)` is a
-text that keeps its code wherever it goes. A plain text has the code "arguments", the refusal of one operator's
-lowering. docs/reasons.md is this table.
+A stage states a reason as a sentence with the details of the case and the code of its row: `because(code, sentence)`
+is a string that carries its code. A plain string has the code "arguments", the refusal of one operator's lowering.
+docs/reasons.md is this table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fuser.lazy_dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reason:
-    """One row: its code, what it means, and what a user may do."""
+    """One row: its code, its meaning, and what a user may do."""
 
     code: str
     means: str
@@ -23,7 +23,7 @@ class Reason:
 
     @property
     def details(self) -> bool:
-        """Whether a sentence of this row says more than the row."""
+        """Whether sentences of this row say more than the row."""
         return self.code not in _SAY_ALL
 
 
@@ -223,17 +223,17 @@ class Because(str):
 
 
 def because(code: str, sentence: str) -> str:
-    """The reason `sentence`, of the row `code`."""
+    """`sentence` as a reason with the code of a row."""
     return Because(code, sentence)
 
 
 def code_of(reason: str) -> str:
-    """The code of the row that a reason belongs to."""
+    """The code of the row of a reason."""
     return getattr(reason, "code", "arguments")
 
 
 def told(reason: str, sentence: str) -> str:
-    """`sentence`, which has `reason` in it, with the code of `reason`."""
+    """`sentence`, which contains `reason`, with the code of `reason`."""
     return Because(code_of(reason), sentence)
 
 
@@ -243,7 +243,7 @@ def as_json(reason: str) -> list[str]:
 
 
 def from_json(kept: Any) -> str:
-    """The reason that `as_json` made data of. ValueError or TypeError for anything else."""
+    """The reason that `as_json` encoded. ValueError or TypeError for anything else."""
     code, sentence = kept
     if not isinstance(sentence, str):
         raise TypeError(f"a reason is kept as {kept!r}: expected a code and a sentence")
@@ -257,13 +257,13 @@ def table() -> str:
 
 
 def served_by(function: Callable[..., Any], code: str, sentence: str) -> Callable[..., Any]:
-    """`function`, which passes put into graphs, with the reason why it is part of no kernel: see `reason_of_call`."""
+    """Attach the reason why it is in no kernel to `function`, which passes insert into graphs: see `reason_of_call`."""
     function.fuser_reason = because(code, sentence)  # type: ignore[attr-defined]
     return function
 
 
 def reason_of_call(target: Any) -> str | None:
-    """The reason that a function was given by `served_by`; None if it is none of the package's own."""
+    """The reason that `served_by` attached to a function; None if it has none."""
     return getattr(target, "fuser_reason", None)
 
 

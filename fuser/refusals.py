@@ -1,8 +1,8 @@
-"""Why a group has no kernel for some arguments, and what it takes to split it. Kept for other processes, like plans.
+"""Refusals: why a group has no kernel for some arguments, and how to split it. They are kept for other processes.
 
-A process that finds a refusal lowers nothing: it has the reason, and splits the group by the rows that are kept here.
-Entries have the key of the plan that would be there instead (see `plans`), are trusted and checked like plans, and
-travel as plans do, in bundles and through a fleet's store.
+A process that finds a refusal lowers nothing: it has the reason, and splits the group by the facts kept here. Entries
+have the key of the plan in whose place they are (see `plans`), are trusted and checked like plans, and are distributed
+as plans are, in bundles and through the remote store.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)
 
 @dataclass(frozen=True)
 class Refusals:
-    """What is known of the nodes of a canonical graph, for some arguments.
+    """Facts about the nodes of a canonical graph, for some arguments.
 
-    `refused` are calls that no kernel makes, with reasons. `free` are calls that compute nothing (sizes, views,
-    creation from numbers). A decision depends on the values of `rounded`. `metas` are the values, as meta tensors or
-    numbers; anything else is not known.
+    `refused` are calls that no kernel computes, with reasons. `free` are calls that compute nothing (sizes, views,
+    creation from numbers). A decision depends on the values of `rounded`. `metas` are examples of the values, as meta
+    tensors or numbers; other values are unknown.
     """
 
     refused: Mapping[int, str] = field(default_factory=dict)
@@ -43,25 +43,25 @@ class Refusals:
 
 @dataclass(frozen=True)
 class Refusal:
-    """`reason`: why the whole group has no kernel; None if that is not known ahead of compiling it."""
+    """`reason`: why the whole group has no kernel; None if that is known only after a compilation."""
 
     reason: str | None
     found: Refusals
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------
-_asked: Any = Recent()  # keys of which the fleet's store is known to have nothing, by cache and store
+_asked: Any = Recent()  # keys that the remote store is known not to have, by cache and store
 
 
 def find(key: str, graph: CanonicalGraph, keeper: plans.Keeper) -> Refusal | None:
-    """The refusal that was kept under a plan's key, here or elsewhere; None if there is none of this form."""
+    """The refusal kept under a plan's key, here or elsewhere; None if there is none, or it has another form."""
     known = settings.cache_dir, settings.remote_cache, key
     with config.override(remote_cache="") if known in _asked else contextlib.nullcontext():
         for kept, _ in plans.entries(key, "refusal", keeper):
             try:
                 if kept is not None:
                     return _decode(kept, graph)
-            except (KeyError, TypeError, ValueError, RuntimeError):  # of another form: it is found out again
+            except (KeyError, TypeError, ValueError, RuntimeError):  # of another form: it is made again
                 pass
     _asked[known] = True
     return None
@@ -111,7 +111,7 @@ _answers: Any = Recent()
 
 
 def recall(question: str) -> str | None:
-    """The answer that an earlier process kept to a question about operators; None if there is none."""
+    """The answer of an earlier process to a question about operators; None if there is none."""
     key = plans.question_key(question)
     if key is None:
         return None
@@ -128,7 +128,7 @@ def _answer(kept: Any, question: str) -> Any:
         return None
     try:
         return from_json(kept["answer"]) if kept["answer"] else ""
-    except (KeyError, TypeError, ValueError):  # of another form: it is found out again
+    except (KeyError, TypeError, ValueError):  # of another form: it is made again
         return None
 
 

@@ -1,4 +1,4 @@
-"""A fusion and its inputs as a Python script of its own, which runs kernel and fallback and compares."""
+"""Reproducers: a fusion and its inputs as a Python script, which compares its kernel with the fallback."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ sys.exit(problem or 0)
 
 
 def write_reproducer(spec: KernelSpec, args: Sequence[Any], why: str, folder: str | None = None) -> str:
-    """Write the script and its inputs (`args`, bound tensors first), for this user alone; the script's path.
+    """Write the script and its inputs (`args`, bound tensors first), readable only by this user; returns the script's
+    path.
 
-    It is written to `folder`. Without one it goes to the cache, or to a new folder if the cache cannot be used. Raises
+    It is written to `folder`; without one to the cache, or to a new folder if the cache cannot be used. Raises
     TypeError if the graph holds Python objects that no script can name.
     """
     graph = "\n".join(_graph_lines(spec))
@@ -86,7 +87,7 @@ def _graph_lines(spec: KernelSpec) -> list[str]:
 
 
 def _lifted(row: Row, spec: KernelSpec) -> str | None:
-    """A number that was bound, which becomes one of the first inputs, as the kernel has it; None for other rows."""
+    """The source of a placeholder for a bound number, one of the kernel's first inputs; None for other rows."""
     value = spec.registered.bound[row.target.index] if row.op == "get_attr" and isinstance(row.target, Ref) else None
     kind = type(value).__name__
     return f'g.placeholder("c{row.index}", type_expr={kind})' if isinstance(value, (int, float)) else None
@@ -123,7 +124,7 @@ def _value(value: Any) -> str:
 
 
 def path_of(thing: Any) -> str:
-    """An expression that gives `thing` in a script with `torch`, `operator` and `math`. TypeError if there is none."""
+    """An expression for `thing` in a script with `torch`, `operator` and `math`. TypeError if there is none."""
     if isinstance(thing, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return "".join(["torch.ops", *map(_attribute, str(thing).replace("::", ".").split("."))])
     name = getattr(thing, "__name__", "")

@@ -1,9 +1,9 @@
-"""Splits a group that no kernel takes whole into several groups, with the calls that ATen runs between them.
+"""Splits a group without a kernel into several groups, with calls on ATen between them.
 
-Every call has a level. On a path through the graph the level rises by one from a call that cannot be fused to a fusible
-one. No unfusible call lies between two fusible calls of one level, so these are one group; the group of a level runs
-before the level's other calls, and these run before the next group. A call that writes, or runs unknown Python, keeps
-its position: calls before it have at most its level, fusible calls after it a higher one.
+Every call has a level. On a path through the graph the level increases by one from an unfusible call to a fusible one.
+No unfusible call is between two fusible calls of one level, so these are one group; the group of a level runs before
+the level's other calls, and these run before the next group. A call that writes, or runs unknown Python, keeps its
+position: calls before it have at most its level, fusible calls after it a higher one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fuser.lowering.graph import COPIES_IF_NEEDED
 from fuser.reasons import because
 from fuser.refusals import Refusals
 
-_PYTHON = ("call.", "method.", "attribute.")  # canonical calls that only Python can make
-_SINGLE = (Kind.TENSOR, Kind.INPUT, Kind.NUMBER)  # kinds of values that a group takes
-_CROSSING = (*_SINGLE, Kind.ANY)  # and that it may turn out to take
-# Calls that give a tensor other sizes or strides; and that may give their very argument, which then has them, too.
+_PYTHON = ("call.", "method.", "attribute.")  # canonical calls of Python functions and methods
+_SINGLE = (Kind.TENSOR, Kind.INPUT, Kind.NUMBER)  # kinds of values that a group accepts
+_CROSSING = (*_SINGLE, Kind.ANY)  # kinds that may turn out to be accepted
+# Calls that change a tensor's sizes or strides; and calls that may return their argument, which then has these, too.
 _RESIZING = frozenset(
     "aten.as_strided_ aten.resize_ aten.resize_as_ aten.set_ aten.squeeze_ aten.swapaxes_ aten.swapdims_ aten.t_ "
     "aten.transpose_ aten.unsqueeze_".split()
@@ -40,10 +40,10 @@ _SAME = COPIES_IF_NEEDED.union(
 
 @dataclass(frozen=True)
 class Piece:
-    """One group of a split: a graph of its own; the rows that it reads and gives.
+    """One group of a split: a graph of its own, and the rows that it reads and returns.
 
-    `examples` are its inputs as meta tensors, None where that is not known. `doubtful`: one may be no tensor or number.
-    `calls` are the rows of the whole that its calls are, in the order of its graph.
+    `examples` are its inputs as meta tensors, None if unknown. `doubtful`: one may be neither tensor nor number.
+    `calls` are the rows of the whole group of which its calls consist, in the order of its graph.
     """
 
     graph: fx.Graph
@@ -56,9 +56,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unfused:
-    """One call that ATen makes, and why.
+    """One call that runs on ATen, and why.
 
-    `row` is its number in the graph as registered, `bytes` what passes between it and other calls, as far as is known.
+    `row` is its number in the graph as registered; `bytes` pass between it and other calls, as far as is known.
     """
 
     op: str
@@ -80,9 +80,9 @@ class Split:
 def split(
     registered: Registered, found: Refusals, register: Callable[[fx.Graph], tuple[int, Callable[..., Any]]]
 ) -> Split | None:
-    """`registered` in pieces around the refused calls; None where no call would be fused, or all of them.
+    """`registered` in pieces around the refused calls; None if no call would be fused, or all of them.
 
-    `register(graph)` gives a key and a function for each piece.
+    `register(graph)` returns a key and a function for each piece.
     """
     rows = _Rows(registered, found)
     levels = _Levels(rows)
@@ -97,12 +97,12 @@ def split(
 
 
 def is_hopeless(registered: Registered, found: Refusals) -> bool:
-    """Whether no call of a group is fused, by what `found` says."""
+    """Whether no call of a group can be fused, according to `found`."""
     return not _Rows(registered, found).fusible
 
 
 def _is_smaller(plan: _Plan, registered: Registered) -> bool:
-    """Whether every piece has fewer calls than the whole, or as many and fewer results: splits of splits end."""
+    """Whether every piece has fewer calls than the whole, or as many and fewer results, so that repeated splits end."""
     size = sum(r.op in _CALLS for r in registered.rows), len(set(refs_of(registered.output)))
     return all((sum(n.op in _CALLS for n in p.graph.nodes), len(p.outputs)) < size for p in plan.pieces)
 
@@ -123,7 +123,8 @@ def _checked(function: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
     return call
 
 
-# -- what each row is --------------------------------------------------------------------------------------------------
+# -- kinds of rows
+# -----------------------------------------------------------------------------------------------------
 class _Rows:
     """A group's rows by kind: given, free (sizes, views, creation from numbers), items, fusible, or left to ATen."""
 
@@ -136,7 +137,7 @@ class _Rows:
         self.found = found
         self.defaults = {r.index: r.args[0] for r in registered.rows if r.op == "placeholder" and r.args}
         self.free: set[int] = set()
-        self.items: dict[int, int] = {}  # to the row whose result they pick
+        self.items: dict[int, int] = {}  # items, with the row from whose result they are taken
         self.fusible: set[int] = set()
         self.reasons: dict[int, str] = {}  # why the others are left to ATen
         self.readers: dict[int, list[int]] = {i: [] for i in self.rows}
@@ -155,7 +156,7 @@ class _Rows:
         return str(nodes[-1].op if nodes else getattr(target, "__name__", target))
 
     def example_of(self, index: int) -> Any:
-        """What a row's value is like; None where that is not known."""
+        """An example of a row's value; None if unknown."""
         node = self.registered.results[index]
         meta = self.found.metas[node] if 0 <= node < len(self.found.metas) else None
         return meta if isinstance(meta, (torch.Tensor, int, float)) else None
@@ -168,7 +169,7 @@ class _Rows:
         return sum(t.numel() * t.element_size() for t in known if isinstance(t, torch.Tensor))
 
     def is_rounded(self, index: int) -> bool:
-        """Whether a decision depends on a row's value, in whichever piece."""
+        """Whether a decision depends on a row's value, in any piece."""
         return any(n.index in self.found.rounded for n in self.nodes[index])
 
     def is_doubtful(self, index: int) -> bool:
@@ -198,7 +199,7 @@ class _Rows:
         return refs[0] if len(nodes) == 1 and nodes[0].op == "getitem" and len(refs) == 1 else None
 
     def _reason(self, row: Row) -> str | None:
-        """Why ATen makes this call; None if a kernel may."""
+        """The reason why this call runs on ATen; None if a kernel may compute it."""
         for node in self.nodes[row.index]:
             if node.index in self.found.refused:
                 return self.found.refused[node.index]
@@ -213,7 +214,7 @@ class _Rows:
         return None
 
     def _drop_bundles(self) -> None:
-        """Leave to ATen what gives several results that are not picked one by one: a group gives single tensors."""
+        """Leave calls to ATen whose several results are not read one by one: a group returns single tensors."""
         returned = set(refs_of(self.registered.output))
         for index in [i for i in self.fusible if self.registered.kinds[i] not in _CROSSING]:
             if index in returned or any(self.items.get(r) != index for r in self.readers[index]):
@@ -221,15 +222,16 @@ class _Rows:
                 self.reasons[index] = because("several_views", "its results are read together")
 
 
-# -- when each row runs ------------------------------------------------------------------------------------------------
+# -- the order of rows
+# -------------------------------------------------------------------------------------------------
 class _Levels:
-    """The level of each row, and its epoch: the number of calls before it that may write."""
+    """The level of each row, and its epoch: the number of earlier calls that may write."""
 
     def __init__(self, rows: _Rows) -> None:
         self.level: dict[int, int] = {}
         self.epoch: dict[int, int] = {}
-        behind: dict[int, tuple[int, ...]] = {}  # of each row: the calls that it is, or is a view of
-        floor, drawn, top, epoch = -1, -1, -1, 0  # fusible calls are above `floor`, the others not below it
+        behind: dict[int, tuple[int, ...]] = {}  # for each row: the call, or the calls of which it is a view
+        floor, drawn, top, epoch = -1, -1, -1, 0  # fusible calls are above `floor`, others at or above it
         for row in rows.registered.rows:
             index, sources = row.index, dict.fromkeys(s for i in rows.refs(row) for s in behind[i])
             fusible = index in rows.fusible
@@ -251,12 +253,12 @@ class _Levels:
 
 # -- the pieces --------------------------------------------------------------------------------------------------------
 class _Plan:
-    """The pieces of a group, and the order in which they and the other rows run."""
+    """The pieces of a group, and the execution order of pieces and other rows."""
 
     def __init__(self, rows: _Rows, levels: _Levels) -> None:
         self.rows, self.levels = rows, levels
         self.outside: set[int] = set()  # rows that run outside of all pieces
-        self.needed: set[int] = set()  # members of pieces that are read from outside of theirs
+        self.needed: set[int] = set()  # members of pieces that are read outside of their piece
         members: dict[int, list[int]] = {}
         for index in rows.rows:
             if self._is_member(index):
@@ -278,7 +280,7 @@ class _Plan:
         return self.rows.items.get(index, index) in self.rows.fusible
 
     def _need(self, indices: Iterable[int]) -> None:
-        """Have rows computed for readers outside of their pieces."""
+        """Mark rows that are read outside of their pieces."""
         stack = list(indices)
         while stack:
             index = stack.pop()
@@ -291,13 +293,13 @@ class _Plan:
                 stack += self.rows.refs(self.rows.rows[index])
 
     def _is_copied(self, index: int, epoch: int) -> bool:
-        """Whether a row is copied into the pieces of an epoch that read it."""
+        """Whether a row is copied into the pieces of its epoch that read it."""
         row = self.rows.rows[index]
         constant = row.op == "get_attr" and not isinstance(row.target, Ref)
         return constant or (index in self.rows.free and self.levels.epoch[index] == epoch)
 
     def _inputs(self, members: Sequence[int]) -> tuple[int, ...]:
-        """What a piece reads, through what is copied into it; in the order of first reading."""
+        """The inputs of a piece, including those of rows copied into it, in the order of first use."""
         found: dict[int, None] = {}
         inside = set(members)
         epoch = self.levels.epoch[members[0]]
@@ -346,7 +348,7 @@ class _Plan:
         return Piece(graph, inputs, outputs, examples, any(map(self.rows.is_doubtful, inputs)), tuple(calls))
 
     def order(self, functions: Sequence[Callable[..., Any]]) -> list[Row]:
-        """The rows of the whole: each piece's call, and what runs outside."""
+        """The rows of the whole: each piece's call, and the rows outside."""
         size = max(self.rows.rows) + 1
         steps: list[tuple[tuple[int, int], int, list[Row]]] = []
         for index in self.rows.rows:
@@ -361,7 +363,7 @@ class _Plan:
 
 
 def _call(piece: Piece, function: Callable[..., Any], index: int) -> list[Row]:
-    """The rows that call a piece and pick its results."""
+    """The rows that call a piece and take its results."""
     args = tuple(map(Ref, piece.inputs))
     if len(piece.outputs) == 1:
         return [Row(piece.outputs[0], "call_function", function, args, {})]

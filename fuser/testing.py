@@ -1,4 +1,4 @@
-"""For tests of programs that use fuser, and of what they add to it."""
+"""Helpers for tests of programs that use fuser, and of their extensions of it."""
 
 from fuser.debug.checking_ops import check_op, check_reduction
 from fuser.debug.guaranteeing import assert_fused, require_fused

@@ -1,21 +1,21 @@
-"""Kernels on trial: verified beside the fallback, and timed beside it.
+"""Kernels on trial: verified against the fallback, and timed beside ATen.
 
-With `config.verify = n` the first n calls of each kernel also run by the fallback. Once n of its results were as good
-as the fallback's the kernel moves to the fusion's handle, and costs no more than any other. If one is not, the
-fallback's result is kept, the kernel is never used again, and a reproducer is written.
+With `config.verify = n` the first n calls of each kernel also run the fallback. Once n of its results were as good as
+the fallback's, the kernel moves to the fusion's handle, and costs no more than any other. If one is not, the
+fallback's result is returned, the kernel is never used again, and a reproducer is written.
 
-With `config.slowest = r` a kernel for the CPU is timed in the first call of each magnitude (a factor of 4 of the
-largest tensor's elements) from `LEAST` elements on: below, a call costs more than what it computes. From `MOST` on
-ATen's temporaries might not fit into memory beside what a program holds. If it surely takes more than r times as long
-as ATen (`contest`), calls of this form (dtypes, sizes, strides) go to ATen, with a reason, and the next form of that
-magnitude is timed in turn; if not, all later calls of the magnitude run the kernel. A kernel of a single operator has
-no fusion to its credit: it has to take less than `ALONE` of ATen's time, or else eager's own function of the operator
-runs (`fallback.direct`).
+With `config.slowest = r` a CPU kernel is timed in the first call of each magnitude (a factor of 4 in the largest
+tensor's elements), from `LEAST` elements on: below, the call itself costs more than its work. From `MOST` on, ATen's
+temporaries might not fit into memory beside the program's. If the kernel certainly takes more than r times as long as
+ATen (`contest`), calls of this form (dtypes, sizes, strides) go to ATen, with a reason, and the next form of that
+magnitude is timed; otherwise all later calls of the magnitude run the kernel. A kernel of a single operator gains
+nothing by fusion: it has to take less than `ALONE` of ATen's time, or else eager's own function of the operator runs
+(`fallback.direct`).
 
-The decision is made before the first result of a form is returned and never changed in a process, and that result is
-of the contestant that stays: the same inputs give the same bits in every call. Where the kernel was surely faster, that
-is kept on disk beside the outcomes of contests; what was close, or lost, another process decides anew. Under
-`torch.use_deterministic_algorithms` nothing is timed: then the bits must not depend on a clock at all.
+The decision is made before the first result of a form is returned and never changes in a process, and that result is
+the winner's: the same inputs give the same bits in every call. If the kernel was certainly faster, that is kept on
+disk beside the outcomes of contests; close or lost trials are repeated by other processes. Under
+`torch.use_deterministic_algorithms` nothing is timed, because the bits must not depend on a clock.
 
 A kernel that writes inputs is timed on copies of these, and is not verified. The call itself then runs once.
 """
@@ -46,13 +46,13 @@ from fuser.verify import difference
 
 MISS = object()
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-LEAST, MOST = 4096, 1 << 25  # elements of the largest tensor: timed from the one to below the other
-ALONE = 0.97  # of ATen's time, at most, for a kernel of a single operator
+LEAST, MOST = 4096, 1 << 25  # elements of the largest tensor: timed from the first to below the second
+ALONE = 0.97  # most of ATen's time for a kernel of a single operator
 _UNTIMED = ALL_MAGNITUDES & ~((1 << MOST.bit_length()) - (1 << LEAST.bit_length()))
 
 
 def form_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What tells calls apart but for numbers' values and memory's alignment; None where a tensor is no plain one."""
+    """A key of calls without numbers' values and memory's alignment; None if a tensor is not a plain one."""
     form: list[Any] = []
     for a in args:
         if type(a) in PLAIN_TENSORS and a.layout is torch.strided and not (a.is_nested or a.dtype.is_complex):
@@ -71,17 +71,17 @@ class _Trial:
     left: int  # calls to verify
     slowest: float  # 0: not timed
     number: int | None = None  # in the fusion's handle, once it is there
-    magnitudes: int = 0  # in which the kernel stays
+    magnitudes: int = 0  # those in which the kernel stays
     refused: dict[Any, str] = field(default_factory=dict)  # forms for which it is too slow, with the reason
     timing: threading.Lock = field(default_factory=forks.lock)  # one thread decides, others wait
 
 
 class Trials:
-    """The kernels of one specification on trial.
+    """The kernels of one specification that are on trial.
 
-    `admit` adds a kernel that takes calls of some magnitudes to the fusion's handle and returns its number, or widens
-    one that has a number. `leave` leaves calls of the form of some arguments to the fallback, for a reason, or to a
-    function that does the same; whether it can.
+    `admit` adds a kernel for calls of some magnitudes to the fusion's handle and returns its number, or widens one
+    that has a number. `leave` sends calls of the form of some arguments to the fallback, with a reason, or to an
+    equivalent function; it returns whether it can.
     """
 
     def __init__(
@@ -96,7 +96,8 @@ class Trials:
         self._lock = forks.lock()  # of the list, and of what changes in its trials
 
     def add(self, kernel: FusedKernel, calls: int, slowest: float = 0.0) -> None:
-        """Have the next `calls` calls of `kernel` verified; with `slowest`, the first of each magnitude is timed."""
+        """Put `kernel` on trial: its next `calls` calls are verified; with `slowest`, the first of each magnitude is
+        timed."""
         me = weakref.ref(self)  # a call holds it
 
         def slow(args: tuple[Any, ...], status: int) -> Any:
@@ -119,7 +120,8 @@ class Trials:
         return self._spec.fallback(*args) if status else MISS
 
     def run(self, args: tuple[Any, ...]) -> Any:
-        """The result of a call that a kernel on trial takes, by the kernel or the fallback; `MISS` if there is none."""
+        """The result of a call that a kernel on trial accepts, from the kernel or the fallback; `MISS` if there is
+        none."""
         for trial in self._trials:
             got = trial.handle(*self._spared(args))
             if got is MISS:
@@ -134,21 +136,21 @@ class Trials:
         return MISS
 
     def _spared(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments that a call may write any number of times: copies of those that the graph writes."""
+        """Arguments for a call that may be repeated: those that the graph writes are copied."""
         return tuple(_copied(a) if i in self._written else a for i, a in enumerate(args)) if self._written else args
 
     def _settle(self, trial: _Trial, magnitudes: int) -> None:
-        """The kernel stays in these magnitudes: calls of them go to it at once, if there is nothing left to verify."""
+        """Let the kernel stay in these magnitudes: their calls go to it directly once it is verified."""
         with self._lock:
             trial.magnitudes |= magnitudes
-            if trial.left or all(t is not trial for t in self._trials):  # another thread may have condemned it
+            if trial.left or all(t is not trial for t in self._trials):  # another thread may have rejected it
                 return
             trial.number = self._admit(trial.kernel, trial.magnitudes, trial.number)
             if trial.magnitudes == ALL_MAGNITUDES:
                 self._trials = [t for t in self._trials if t is not trial]
 
     def _why_slow(self, trial: _Trial, args: tuple[Any, ...]) -> str | None:
-        """None if the kernel stays for calls like this one, else why the fallback does; decided once for each form."""
+        """None if the kernel stays for calls like this one, else why the fallback runs; decided once for each form."""
         b = magnitude_of(args)
         form = form_of(args)
         with trial.timing:
@@ -169,12 +171,12 @@ class Trials:
         return None
 
     def _name(self, trial: _Trial, args: tuple[Any, ...]) -> str | None:
-        """The name under which it is kept that the kernel was surely faster for arguments like these, on this machine.
+        """The name of the record that the kernel was certainly faster for arguments like these on this machine.
 
         None if nothing is kept.
         """
         key = plans.key_of(self._spec, args, None)
-        library = pathlib.PurePath(str(trial.kernel.library)).name  # named after what it was made of
+        library = pathlib.PurePath(str(trial.kernel.library)).name  # named after the sources that it was made from
         limit = self._limit(trial)
         return None if key is None else records.name_of("trial", key, library, limit, records.machine())
 
@@ -184,20 +186,20 @@ class Trials:
     def _time(
         self, trial: _Trial, args: tuple[Any, ...], direct: Callable[..., Any] | None, name: str | None
     ) -> str | None:  # fmt: skip
-        """Why the kernel is too slow for these arguments; None if it is not, or nobody can tell.
+        """Why the kernel is too slow for these arguments; None if it is not, or the trial is undecided.
 
-        `direct` does what the fallback does, in less time. That the kernel is surely faster is kept under `name`.
+        `direct` is a faster equivalent of the fallback. If the kernel is certainly faster, that is kept under `name`.
         """
         if torch.are_deterministic_algorithms_enabled():
             return None
-        if not launcher.wait(0):  # the launcher in Python, which it may begin with, takes longer than many kernels
+        if not launcher.wait(0):  # the Python launcher, which may run at first, takes longer than many kernels
             return None
-        heap.keep_warm()  # else ATen writes into new pages in each call, for as long as anybody would wait for it
+        heap.keep_warm()  # else ATen writes into new pages in each call
         try:
             limit = self._limit(trial)
             rival = direct or self._spec.fallback
             found = contest.compete(trial.handle, rival, self._spared(args), limit, contest.clock)
-        except Exception:  # an operator that eager has not for a dtype: there is a result, and nothing to compare with
+        except Exception:  # eager lacks the operator for a dtype: the kernel's result stands, without comparison
             return None
         sizes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, torch.Tensor))
         took = f"{found.ratio:.2f} times as long as ATen for sizes {sizes}"
@@ -213,7 +215,7 @@ class Trials:
         return because("slower", f"{what} took {took}") if found.slower else None
 
     def _direct(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-        """What does the same as the fallback in less time between Python and the operator, if anything does."""
+        """An equivalent of the fallback with less overhead between Python and the operator; None if there is none."""
         function = self._spec.fallback.direct
         if function is None:
             return None
@@ -240,7 +242,7 @@ class Trials:
         return want if problem is not None else got
 
     def _condemn(self, kernel: FusedKernel, args: tuple[Any, ...], problem: str) -> None:
-        from fuser.reproduce import write_reproducer  # hardly any process needs it
+        from fuser.reproduce import write_reproducer  # few processes need it
 
         reason = because("verify", f"kernel {kernel.name} failed verification: {problem}")
         self._spec.store.disable(kernel, reason)
@@ -253,7 +255,7 @@ class Trials:
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    """Whether results are alike to the bit, in dtypes and strides, too."""
+    """Whether results are equal bit for bit, including dtypes and strides."""
     if isinstance(a, (tuple, list)):
         return type(a) is type(b) and len(a) == len(b) and all(map(_is_equal, a, b))
     if not isinstance(a, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Is a kernel's result as good as eager's?"""
+"""Comparison of a kernel's result with eager's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# How far a kernel may be from eager, relative and absolute, where nothing better is known: a few roundings.
+# The tolerance of a kernel's result, relative and absolute, if nothing better is known: a few roundings.
 TOLERANCE = {
     torch.float64: (1e-10, 1e-12),
     torch.float32: (1e-4, 1e-5),
@@ -19,8 +19,8 @@ TOLERANCE = {
 def difference(got: Any, want: Any, args: Sequence[Any], exact: Callable[[], Any]) -> str | None:
     """None if `got` is as good a result as `want`, else what is wrong with it. `exact()` computes it in float64.
 
-    dtypes, sizes, strides and everything that is no float must be equal. Floats must be near `want`, or as near as it
-    to the exact result.
+    dtypes, sizes, strides and all values other than floats must be equal. Floats must be close to `want`, or as close
+    as it to the exact result.
     """
     mine, theirs = _as_tuple(got), _as_tuple(want)
     if len(mine) != len(theirs):
@@ -45,7 +45,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 def _try(exact: Callable[[], Any]) -> tuple[Any, ...]:
     try:
         return _as_tuple(exact())
-    except Exception:  # an operator that does not take float64: `want` is all there is to compare with
+    except Exception:  # an operator without float64: only `want` is left for comparison
         return ()
 
 
@@ -70,7 +70,7 @@ def _is_near(a: torch.Tensor, b: torch.Tensor, low: torch.dtype | None) -> bool:
 
 
 def _is_no_worse(a: torch.Tensor, b: torch.Tensor, exact: Any) -> bool:
-    """Whether `a` is not much further from the exact result than `b` is."""
+    """Whether `a` is not much further from the exact result than `b`."""
     if not b.is_floating_point() or not isinstance(exact, torch.Tensor) or exact.shape != b.shape:
         return False
     x, y, e = a.double(), b.double(), exact.double()

@@ -28,8 +28,8 @@ class Runtime(Protocol):
     encode: the data that `launch` needs about a launch program, made once. BackendError if the program cannot run.
     load: the code in a kernel's library, one entry for each step. OSError if it is gone.
     launch: run step `step` over `units` units. `tensors` are the tensor inputs in order, then the buffers; `slots` and
-    `floats` are the numbers bound by the arguments. It returns 0, or a status of `kernel_spec.STATUS`, on which ATen
-    runs the call. Later steps read results of earlier ones, so steps run in order.
+      `floats` are the numbers bound by the arguments. It returns 0, or a status of `kernel_spec.STATUS`, on which ATen
+      runs the call. Later steps read results of earlier ones, so steps run in order.
     """
 
     def allocate(
