@@ -49,8 +49,7 @@ UNSEALED = ("source", "reproducer", "lock", "other")
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of the cache: its kind (see `KINDS`), its path in the cache, bytes, seconds since its creation and last
-    use.
+    """A file of the cache: its kind (see `KINDS`), path in the cache, bytes, seconds since creation and last use.
 
     `serves` names its kernel, if a plan does. The files of an imported bundle are one entry.
     """

@@ -175,8 +175,7 @@ class CudaBackend:
         return restore(kept, folder)
 
     def elsewhere(self, key: str) -> Iterable[tuple[Prebuilt, str]]:
-        """Folders with a plan. Bundles have GPU plans under their full names, with the version of Triton that compiled
-        them."""
+        """Folders with prebuilt plans. GPU plans have their full names there, with the version of Triton."""
         from fuser.cuda import kept, toolchain
 
         for folder in prebuilt.for_gpu():
@@ -277,8 +276,7 @@ def why_not(device_type: str) -> str | None:
 
 
 def is_broken(device_type: str) -> bool:
-    """Whether a device type has a backend, not overridden by the user, that cannot fuse because something is
-    missing."""
+    """Whether a device type has a backend that the user did not override; if it cannot fuse, something is missing."""
     return find_backend(device_type) is not None and _overrides.get(device_type) is None
 
 

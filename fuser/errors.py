@@ -53,8 +53,7 @@ class BoundsError(FuserError, AssertionError):
 
 
 class LoweringError(FuserError):
-    """A lowering, the scheduler or a generator raised something other than `Unsupported`: a defect. The message names
-    it."""
+    """A lowering, the scheduler or a generator raised something other than `Unsupported`: a defect, which is named."""
 
 
 class TraceError(FuserError):

@@ -114,8 +114,7 @@ def restored(
 
 # -- one specification's calls -----------------------------------------------------------------------------------------
 class Executor:
-    """Runs one specification: `handle(*args)` is the entry, `slow` the function it calls if no kernel accepts the
-    call.
+    """Runs one specification: `handle(*args)` is the entry; it calls `slow` if no kernel accepts the call.
 
     The handle holds the executor. Nothing here may reference the handle or the executor: see `Registry`.
     """
@@ -160,8 +159,8 @@ class Executor:
         return self._handle() or cast(Function, launcher.make_handle(self.slow))
 
     def reduce(self, own: Registered | None = None, bound: tuple[Any, ...] = ()) -> tuple[Any, ...]:
-        """The pickled form of the handle: its graph as data, which `restored` registers. PicklingError if that is
-        impossible.
+        """The pickled form of the handle: its graph as data, which `restored` registers. PicklingError if there is
+        none.
 
         Bound tensors become the first inputs of the pickled graph; pickle writes their values beside it. `own` is the
         graph as this handle's caller wrote it, if an equal graph was registered first.
@@ -221,8 +220,7 @@ class Executor:
             return self._why_not(args) is None
 
     def _run_blocked(self, args: tuple[Any, ...], why_not: str | None) -> Any:
-        """The result of a call of a group that contains a call that is never fused. It is split at the first suitable
-        call."""
+        """The result of a call of a group with a call that is never fused. It is split at the first suitable call."""
         (reason, *_), splits = self.spec.blocked, self.splits
         if None not in splits and why_not is None:
             if in_background():
@@ -270,8 +268,7 @@ class Executor:
         return known
 
     def split(self, args: tuple[Any, ...], why: Exception | None = None) -> Split | None:
-        """The group in pieces around the calls that no kernel computes for arguments like `args`; None if that is of
-        no use.
+        """The group in pieces around the calls that no kernel computes for `args`; None if that is of no use.
 
         `why` is the error of its compilation. Each piece is a group of its own, which may be split again.
         """
@@ -410,8 +407,7 @@ class Executor:
     # Background compilation: see `preparing.py`.
 
     def prepare(self, like: Sequence[Any]) -> Future[str | None]:
-        """Compile in the background for arguments like `like`. The result is None, or the reason why there is no
-        kernel."""
+        """Compile in the background for arguments like `like`. The result is None, or why there is no kernel."""
         args = tuple(map(examples.concrete, like))
         return self._orders.order(arg_spec(args, self.spec.config), lambda: args, 0)
 
@@ -460,7 +456,7 @@ class Executor:
             self._admit(kernel, ALL_MAGNITUDES, None)
 
     def _admit(self, kernel: FusedKernel, magnitudes: int, number: int | None) -> int:
-        """Let calls of these magnitudes run `kernel`. `number` is its number in the handle if it has one; returns the
+        """Let calls of these magnitudes run `kernel`; `number` is its number in the handle if any. Returns the
         number."""
         handle: Any = self.handle
         if number is not None:

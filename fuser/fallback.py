@@ -19,8 +19,7 @@ from fuser.canonical.mutation import in_place_twin
 
 
 class Fallback:
-    """A callable of the group's inputs, bound tensors first. It returns what the graph's output does, lists as
-    tuples."""
+    """A callable of the group's inputs, bound tensors first, that returns the graph's output, lists as tuples."""
 
     def __init__(self, registered: Registered) -> None:
         self._registered = registered

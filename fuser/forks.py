@@ -1,5 +1,4 @@
-"""State that a forked child has to renew: locks that other threads held, and work that these threads would have
-finished.
+"""State that a forked child renews: locks that other threads held, and work that these would have finished.
 
 Every lock of the package is created here. A child has one thread, so locks of its parent's other threads are never
 released there, and their pending work is never done. Locks of modules that are being imported are Python's own, and a

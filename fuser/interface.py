@@ -100,8 +100,7 @@ def run_fusion(key: int, inputs: Sequence[Any]) -> list[Any]:
 
 
 def fusion_handle(key: int) -> Callable[..., Any]:
-    """Get the callable of a fusion, the fastest way to run it: it returns a tensor, tuple, named tuple or list, as the
-    graph does.
+    """Get a fusion's callable, the fastest way to run it: it returns a tensor, tuple, named tuple or list.
 
     It works as long as it is held, and keeps the fusion registered. It can be copied and pickled: another process, or
     this one, gets the handle of the same graph. Functions compiled with `fullgraph=True` may call it.
@@ -200,8 +199,7 @@ class Fusibility:
 
 
 def is_fusible(node: torch.fx.Node) -> Fusibility:
-    """Find out whether a node of a graph can be part of a kernel. Nothing is compiled; sizes and dtypes are not
-    checked.
+    """Find out whether a node can be part of a kernel. Nothing is compiled; sizes and dtypes are not checked.
 
     Args:
         node: a node of a torch.fx graph of calls of ATen or torch. Only calls of functions and methods can be fused.

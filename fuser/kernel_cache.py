@@ -53,8 +53,7 @@ class KernelSpec:
 
 
 class Caller(NamedTuple):
-    """The caller of a specification: a key, and the names of its inputs, which other keys of the specification may
-    name otherwise."""
+    """The caller of a specification: a key, and the names of its inputs, which other keys may name otherwise."""
 
     key: int
     inputs: tuple[str, ...]
@@ -102,7 +101,7 @@ class Registration:
     handle: Callable[..., Any]
 
     def arguments(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """All arguments of the specification for a call with `inputs`, or with a single one. InputError if they are
+        """All arguments of the specification for a call with `inputs`, or a single one. InputError if they are
         wrong."""
         if not isinstance(inputs, (list, tuple)):
             inputs = [inputs]

@@ -67,8 +67,7 @@ class BufferPattern:
 
 @dataclass(frozen=True)
 class GpuLaunch:
-    """The launch of a step on a GPU: blocks of `threads` threads with `shared` bytes of shared memory, one for each
-    unit.
+    """The launch of a step on a GPU: blocks of `threads` threads with `shared` bytes, one for each unit.
 
     `params` are the kernel's arguments in order: ("pointer", index of the pointer), ("int32" or "int64", program),
     ("float64", slot of the float array) or ("null", 0).

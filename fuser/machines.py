@@ -19,8 +19,7 @@ from fuser.lazy_dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Part:
-    """An optional part of a machine: its name for Linux and for the compiler, and the fields of the row that it
-    sets."""
+    """An optional part of a machine: its names for Linux and for the compiler, and the fields that it sets."""
 
     name: str
     needs: str

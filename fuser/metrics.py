@@ -21,8 +21,7 @@ settings: Any = config  # its attributes are made from a table
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. A "counter" only increases in a process, a "gauge" may decrease. With `label` there is one for each
-    reason."""
+    """One metric. A "counter" only increases in a process, a "gauge" may decrease. `label`: one for each reason."""
 
     name: str
     kind: str

@@ -1,6 +1,6 @@
 """Warnings to the user: one for each cause, at the user's own line, and never an exception.
 
-In a program that turns warnings into errors, they would stop it where eager does not; there the sentence is logged.
+A program that turns warnings into errors would be stopped where eager does not stop it; there the sentence is logged.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ POOL = COMPILERS
 
 
 def in_background() -> bool:
-    """Whether calls run on ATen while their kernels are compiled. With deterministic results, timing must not
-    decide."""
+    """Whether calls run on ATen while kernels are compiled. Deterministic results must not depend on timing."""
     return config.compile_mode == "background" and not torch.are_deterministic_algorithms_enabled()
 
 
@@ -73,8 +72,7 @@ class Orders:
     def _serve(
         self, key: ArgSpec | None, make_args: Callable[[], tuple[Any, ...]], have: int, settings: dict[str, Any]
     ) -> str | None:  # fmt: skip
-        """Carry out an order; calls that ran on ATen in the meantime try again. Returns None, or why there is no
-        kernel."""
+        """Carry out an order; calls that ran on ATen until then try again. Returns None, or why there is no kernel."""
         try:
             waits = settings["compile_mode"] == "wait"
             with config.override(**settings), contextlib.nullcontext() if waits else _beside():

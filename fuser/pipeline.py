@@ -84,8 +84,7 @@ def find_refused(graph: CanonicalGraph, args: Sequence[Any], backend: FusionBack
 
 
 def refusals(graph: CanonicalGraph, found: Survey) -> Refusals:
-    """The facts about the nodes of `graph` that splitting needs: `found` for some arguments, and those that always
-    hold."""
+    """The facts about the nodes of `graph` that splitting needs: `found` for some arguments, and general ones."""
     refused = dict(found.refused)
     for node in graph.calls:
         if node.index not in refused and node.op != "getitem" and not is_host(node.op):

@@ -50,8 +50,7 @@ sys.exit(problem or 0)
 
 
 def write_reproducer(spec: KernelSpec, args: Sequence[Any], why: str, folder: str | None = None) -> str:
-    """Write the script and its inputs (`args`, bound tensors first), readable only by this user; returns the script's
-    path.
+    """Write the script and its inputs (`args`, bound tensors first), for this user alone; returns the script's path.
 
     It is written to `folder`; without one to the cache, or to a new folder if the cache cannot be used. Raises
     TypeError if the graph holds Python objects that no script can name.

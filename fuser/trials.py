@@ -96,7 +96,7 @@ class Trials:
         self._lock = forks.lock()  # of the list, and of what changes in its trials
 
     def add(self, kernel: FusedKernel, calls: int, slowest: float = 0.0) -> None:
-        """Put `kernel` on trial: its next `calls` calls are verified; with `slowest`, the first of each magnitude is
+        """Put `kernel` on trial: the next `calls` calls are verified; with `slowest`, each magnitude's first is
         timed."""
         me = weakref.ref(self)  # a call holds it
 
@@ -120,8 +120,7 @@ class Trials:
         return self._spec.fallback(*args) if status else MISS
 
     def run(self, args: tuple[Any, ...]) -> Any:
-        """The result of a call that a kernel on trial accepts, from the kernel or the fallback; `MISS` if there is
-        none."""
+        """The result of a call that a kernel on trial accepts, from the kernel or the fallback; else `MISS`."""
         for trial in self._trials:
             got = trial.handle(*self._spared(args))
             if got is MISS:

@@ -1,5 +1,4 @@
-"""Compilation of an exported program to a file: passes and groups as for `torch.compile`, kernels for classes of
-sizes."""
+"""An exported program to a file: passes and groups as for `torch.compile`, kernels for classes of sizes."""
 
 from __future__ import annotations
 
@@ -172,8 +171,7 @@ class _Program:
         return {PROGRAM: text, TENSORS: data.numpy().data, SUMS: tensors.sums(data).numpy().tobytes(), **libraries}
 
     def _writes(self) -> dict[str, Any]:
-        """The results that are written into held tensors or inputs, and the number of results before the program's
-        own."""
+        """The results written into held tensors or inputs, and the number of results before the program's own."""
         targets = {s.target: n for n, s in enumerate(s for s in self.specs if s.kind in _HELD)}
         names = [n.name for n in self.placeholders[len(self.held) :]]
         writes = []

@@ -157,8 +157,7 @@ def _namespaces(graph: Any) -> set[str]:
 
 
 class LoadedProgram:
-    """An exported program that runs with its stored kernels. It is called like the exported module; results need no
-    gradient.
+    """An exported program with stored kernels. It is called like the exported module; results need no gradient.
 
     InputError for arguments of another form, or sizes that the export does not allow.
     """

@@ -71,8 +71,7 @@ def _why_not(isa: Any) -> str | None:
 
 
 def check_capability(path: str, wanted: Any) -> None:
-    """AotError if no GPU here runs binaries for `wanted`, such as 90: it has to be of the same generation, and not
-    older."""
+    """AotError if no GPU here runs binaries for `wanted`, such as 90: of the same generation, and not older."""
     if not torch.cuda.is_available():
         raise AotError(f"{path} is for another machine: field 'capability': expected {wanted}, here is no CUDA device")
     major, minor = torch.cuda.get_device_capability(0)

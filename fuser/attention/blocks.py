@@ -12,8 +12,7 @@ from fuser.lazy_dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Blocks:
-    """The tensors of a block mask. Tensors of counts are [batch, heads, rows], of indices [batch, heads, rows,
-    blocks].
+    """The tensors of a block mask: counts are [batch, heads, rows], indices [batch, heads, rows, blocks].
 
     For each row of blocks along queries: the blocks of keys to which `mask_mod` applies (`partial`), and those without
     masked scores (`full`); for the backward direction, the same for each column (`partial_q`, `full_q`). Without

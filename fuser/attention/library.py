@@ -105,8 +105,7 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float | None,
     rounded: bool, sums: bool, reach: Reaching | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """`aten._scaled_dot_product_flash_attention_for_cpu` without dropout: the result, and if requested, logarithms of
-    sums.
+    """`aten._scaled_dot_product_flash_attention_for_cpu` without dropout: the result, and logarithms if `sums`.
 
     q is [B, H, M, D], k [B, Hk, N, D], v [B, Hk, N, E], where Hk divides H; `mask`, of up to four dims, is added to
     [B, H, M, N]. `rounded`: scores are rounded to the dtype of q before scale and mask, as by separate products.

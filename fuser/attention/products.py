@@ -67,8 +67,7 @@ class Ways:
 
 
 def add_pair(graph: fx.Graph, high: fx.Node, rest: fx.Node) -> fx.Node:
-    """The float32 sum of the tensors of `Ways.scores`. Where the first is infinite, the other is NaN and is left
-    out."""
+    """The float32 sum of the tensors of `Ways.scores`. Where the first is infinite, the other, NaN, is left out."""
 
     def call(target: Any, *args: Any) -> fx.Node:
         return graph.call_function(target, args)

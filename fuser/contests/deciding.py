@@ -27,8 +27,7 @@ class Decisions:
         self, key: Any, names: Sequence[str], what: str, enter: Callable[[], Mapping[str, Contestant]],
         favoured: str = "",
     ) -> Choice:  # fmt: skip
-        """The outcome for a class, known or from a contest now between the entries of `enter`; the first name is the
-        incumbent.
+        """The outcome for a class, known or from a contest now of what `enter` makes; the first name is the incumbent.
 
         A contest that fails does not end the program: the incumbent then wins in this process, without times.
         `favoured` is the entry that stays if its result is the incumbent's and nothing is clearly faster.

@@ -1,5 +1,4 @@
-"""The decisions of contests: in this process, and on disk for one machine, one pair of versions and one class of
-inputs."""
+"""Decisions of contests: in this process, and on disk for one machine, pair of versions and class of inputs."""
 
 from __future__ import annotations
 

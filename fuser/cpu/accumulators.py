@@ -86,8 +86,7 @@ class Accumulator:
 
     @property
     def lanes(self) -> ir.Name:
-        """The lane array; for float32 sums of row nests that are flushed, the array to which groups of iterations are
-        added."""
+        """The lane array; for flushed float32 sums of row nests, the array to which groups of iterations are added."""
         return ir.Name(f"{'mid' if self.flushes and not self.facts.is_column else 'acc'}{self.number}")
 
     def to_total(self, lane: ir.Value) -> ir.Set:
@@ -140,8 +139,7 @@ def _accumulator(facts: Facts, r: Reduce) -> Accumulator:
 
 
 def _waits_for_memory(facts: Facts) -> bool:
-    """Whether a nest is one long sum of more elements than caches hold: it is memory-bound, so float64 additions are
-    free."""
+    """Whether a nest is one long sum of more elements than caches hold: memory-bound, so float64 additions are free."""
     long = math.prod(a.hint for a in facts.reduced_axes) >= BEYOND_CACHES
     return facts.plan.split and not facts.is_column and long
 
@@ -161,8 +159,7 @@ def _is_in_order(facts: Facts, r: Reduce) -> bool:
 
 
 def _holder(facts: Facts, r: Reduce) -> Reduce:
-    """The reduction whose accumulator holds the value of `r`: an extreme beside its own index has no accumulator of
-    its own."""
+    """The reduction whose accumulator holds the value of `r`: an extreme beside its own index has none of its own."""
     for other in facts.plan.reductions:
         if REDUCTIONS[other.kind].value == r.kind and other.phase == r.phase:
             if facts.plan.rows[other.row].args[0] == r.row:
@@ -192,8 +189,7 @@ def declare(out: Builder, a: Accumulator, low: ir.Value) -> list[ir.Statement]:
 
 
 def accumulate(out: Builder, a: Accumulator, values: Sequence[ir.Value], overlaps: bool) -> None:
-    """Combine a value, and its index if it has one, into its lane. `overlaps`: skip lanes that an earlier iteration
-    has taken."""
+    """Combine a value, and its index if any, into its lane. `overlaps`: skip lanes that an earlier iteration took."""
     k, (value, *index) = a.number, values
     held, x = ir.Name(f"acc{k}")["l"], ir.Name(f"x{k}")
     now: ir.Value = ir.Convert(a.value, a.dtype, value)
@@ -287,8 +283,7 @@ def flushing(of: Sequence[Accumulator]) -> list[Accumulator]:
 
 
 def count_rows(out: Builder, of: Sequence[Accumulator], rows: ir.Like, exactly: bool = True) -> None:
-    """Count rows of a column nest, and flush the sums every `most_turns` rows; if not `exactly`, at that many or
-    more."""
+    """Count rows of a column nest; flush the sums at `most_turns` rows, or if not `exactly`, at that many or more."""
     mine = flushing(of)
     if not mine:
         return

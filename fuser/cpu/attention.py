@@ -29,8 +29,7 @@ def why_not(dtype: torch.dtype, width: int) -> str | None:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, in the memory order of q, and the logarithms of sums; operands are those of
-    `attention.library.attend`."""
+    """The result, in the memory order of q, and logarithms of sums; operands as in `attention.library.attend`."""
     batch, heads, rows, width = q.shape
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
     out = torch.empty_like(q)

@@ -1,5 +1,4 @@
-"""The C++ of attention forward in one kernel, and the program that launches it; `attention.py` describes the
-algorithm."""
+"""The C++ of attention forward in one kernel, and its launch program; `attention.py` describes the algorithm."""
 
 from __future__ import annotations
 

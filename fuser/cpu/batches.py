@@ -104,8 +104,7 @@ class Batch:
         out.statements[spot:spot] = [ir.Scratch(rows.facts.kind(n), f"t{n}s", (ROWS,), 0, False) for n in fresh]
 
     def takes_apart(self, before: Sequence[int]) -> bool:
-        """Whether the scalars before a pass are computed in a vectorised loop: there are some, and none calls a
-        library.
+        """Whether scalars before a pass are computed in a vectorised loop: there are some, and none calls a library.
 
         A library's vector function differs from its scalar one in the last bits, so the result would depend on the
         row.

@@ -35,8 +35,7 @@ ACC, COUNT, V0 = ir.Name("acc"), ir.Name("count"), ir.Name("v0")
 
 
 def blocked(facts: Facts) -> Generated | None:
-    """The functions of a scan without a vector axis, whose one axis becomes the vector axis; None if blocks do not fit
-    it."""
+    """The functions of a scan without a vector axis, vectorised along its one axis; None if blocks do not fit it."""
     (axis,) = facts.reduced_axes
     scan = Scan.of(replace(facts, plan=replace(facts.plan, vector=axis.sym), lanes=BLOCK))
     if axis.hint < SHORTEST or _element(scan) is None:
@@ -99,7 +98,7 @@ def _start(rows: Rows, scan: Scan, element: torch.dtype, joins: bool) -> None:
 
 @dataclass(frozen=True)
 class _Block:
-    """One block of a row: computed, scanned and stored. Its type is `element`."""
+    """One block of a row: computed, scanned and stored. Its elements have the dtype `element`."""
 
     rows: Rows
     scan: Scan
@@ -108,8 +107,7 @@ class _Block:
 
     @functools.cached_property
     def line(self) -> tuple[str, Expr] | None:
-        """The buffer and offset of the values to scan, if they are contiguous in memory in their dtype; None if
-        computed."""
+        """The buffer and offset of the values to scan, if they are contiguous in memory in their dtype; else None."""
         row = self.rows.plan.rows[self.scan.value]
         if row.op != "load" or row.args or self.scan.value in self.rows.facts.guarded:
             return None

@@ -67,7 +67,7 @@ def is_cut(scan: Scan) -> bool:
 
 
 def _pass(scan: Scan, suffix: str, chunks: Expr, stores: bool) -> Function:
-    """One function: each unit is several chains, each from the start of a row or chunk. It stores results, or only
+    """One function: each unit is several chains, each from the start of a row or chunk; it `stores` results or
     totals."""
     facts = scan.facts
     rows = opened(facts, suffix)
@@ -154,7 +154,7 @@ class _Chains:
                     out.set(ACCS[J], self.scan.join(ACCS[J], ir.Name("x")))
 
     def run(self) -> None:
-        """Run all chains side by side as far as the shortest, then each to its end; block by block if values are
+        """Run all chains side by side as far as the shortest, then each to its end; in blocks if values are
         precomputed."""
         out, kind, low, length, done = self.out, self.scan.kind, *map(ir.Name, ("low", "size", "done"))
         out.scratch("i64", length.name, SIDE_BY_SIDE)

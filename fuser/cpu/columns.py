@@ -29,8 +29,7 @@ def one_row(rows: Rows, own: Sequence[Accumulator], phase: int, loops: Sequence[
 
 
 def _reads_pieces_only(facts: Facts, phase: int) -> bool:
-    """Whether a pass may round its loop up to whole vectors: it reads only pieces, which are padded, and writes
-    nothing."""
+    """Whether a pass may round its loop up to whole vectors: it reads only padded pieces, and writes nothing."""
     loads = {n for n in facts.rows_of(phase) if facts.plan.rows[n].op == "load"}
     looks_up = any(r.op == "indirect" for r in facts.plan.rows)
     plain = not (facts.has_checks or facts.passes[phase].stores or facts.kept or looks_up)

@@ -168,8 +168,7 @@ class Facts:
 
     @functools.cached_property
     def guarded(self) -> frozenset[int]:
-        """Loads before the reduced loops used only inside them: if the loops have no iterations, the element may not
-        exist.
+        """Loads before the reduced loops used only inside: if the loops have no iterations, no element may exist.
 
         An ordered nest has no units in that case, so nothing is loaded.
         """

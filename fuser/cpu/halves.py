@@ -55,8 +55,7 @@ def _is_line(facts: Facts, buffer: str, address: Expr) -> bool:
 
 
 def _bounds(facts: Facts, mask: int) -> list[tuple[bool, ir.Value]]:
-    """The bounds that a condition sets on the index along the vector axis; empty if it consists of other conditions,
-    too.
+    """The bounds that a condition sets on the index along the vector axis; empty if it has other parts, too.
 
     Each is (before, index): the condition holds below the index, or from it on.
     A condition that does not depend on the vector axis is bounded beyond all indices.
@@ -79,8 +78,7 @@ def _bounds(facts: Facts, mask: int) -> list[tuple[bool, ir.Value]]:
 
 @contextmanager
 def pieces(rows: Rows, phase: int, loop: LoopRange, narrow: bool = True) -> Iterator[None]:
-    """Around a loop of a pass, which reads float16 as float32. Its float16 results are converted after it if
-    `narrow`."""
+    """Around a loop of a pass, which reads float16 as float32. Float16 results are converted after it if `narrow`."""
     facts, out, found = rows.facts, rows.out, dict[int, Place]()
     length, aligned = -(-loop.length // 16) * 16, facts.machine.line_bytes  # whole vectors
     for n in half_loads(facts, phase):

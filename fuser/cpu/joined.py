@@ -111,7 +111,7 @@ class _Walk:
         return closed(rows, self.chunks, scratch=scratch, suffix="_rows")
 
     def _sum_buffers(self, before: Expr) -> Expr:
-        """Declare pointers to the column sums, `before` bytes into scratch memory; returns the bytes used up to their
+        """Declare pointers to the column sums, `before` bytes into scratch memory; returns the bytes up to their
         end."""
         columns = product(a.size for a in self.facts.reduced_axes)
         for buffer in self.sums:

@@ -49,8 +49,7 @@ WIDE = {torch.float64: "lanes_d", torch.bool: "lanes_l"}  # vector types of pass
 
 
 class LaneLoop:
-    """The innermost loop of a pointwise nest or a pass of a row nest; `fits` says whether explicit vectors can write
-    it."""
+    """The innermost loop of a pointwise nest or a pass of a row nest, in explicit vectors if it `fits`."""
 
     macro = "FUSER_LANES"  # this macro is not 0 where there are such vectors
 
@@ -119,8 +118,7 @@ class LaneLoop:
         return plain and not staged and not outside
 
     def _is_costly(self) -> bool:
-        """Whether elementary functions dominate the time and are inlined; operations of one vector wait for each
-        other."""
+        """Whether inlined elementary functions dominate the time: operations of one vector wait for each other."""
         rows = [self.plan.rows[n] for n in self.rows]
         costly = [r for r in rows if row_cost(r) >= COSTLY]
         return bool(costly) and all(r.traits.inline for r in costly)
@@ -171,8 +169,7 @@ class LaneLoop:
         return kind if has_lanes(row.op, kind) else None
 
     def emit(self, rows: Rows, flush: Callable[[], None] | None = None) -> None:
-        """The loop over `length` elements from `start` on; `flush`, if given, writes it up to `stop` and flushes the
-        sums."""
+        """The loop over `length` elements from `start` on; `flush`, if given, writes parts of it and flushes sums."""
         out = rows.out
         for n in self.scalars:
             rows.declare(n)

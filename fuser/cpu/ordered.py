@@ -33,8 +33,7 @@ def how_of(facts: Facts) -> str:
 
 
 def _in_order(rows: Rows, put: Callable[[], None], before: Callable[[], None] | None = None) -> Function:
-    """The whole function: units, loops in order, then lanes if there is a vector axis; `put` writes the work of one
-    point.
+    """The whole function: units, loops in order, then lanes if there is a vector axis; `put` writes one point's work.
 
     `before` writes what a unit computes before its loops; with it, lanes may load backwards, and float16 as float32.
     """
@@ -161,8 +160,7 @@ def _start(rows: Rows, scan: Scan) -> None:
 
 
 def step(rows: Rows, scan: Scan, stores: bool = True, given: bool = False) -> None:
-    """The next step of the scan; `given`: `x` is already declared. Results are stored unless only the total is
-    wanted."""
+    """The next step of the scan; `given`: `x` is already declared. `stores`: results are stored."""
     out, one, x = rows.out, rows.facts.vector is None, ir.Name("x")
     acc: ir.Value = ir.Name("acc") if one else ir.Name("accs")["l"]
     at: ir.Value = ir.Name("at") if one else ir.Name("ats")["l"]

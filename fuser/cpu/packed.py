@@ -69,8 +69,7 @@ def unpacked(packed: torch.Tensor, columns: int, inner: int) -> torch.Tensor:
 def product(
     x: torch.Tensor, packed: torch.Tensor, columns: int, bias: torch.Tensor | None, epilogue: Epilogue | None = None
 ) -> torch.Tensor:
-    """`x @ w.T (+ bias)` for x (rows, inner) and the panels of w (columns, inner), then the activation, one of
-    `EPILOGUES`."""
+    """`x @ w.T (+ bias)` for x (rows, inner) and the panels of w (columns, inner), then one of `EPILOGUES`."""
     x = x if x.stride(1) == 1 else x.contiguous()
     given = () if bias is None else (bias.contiguous(),)
     made: torch.Tensor = _handle(x.dtype, columns, bias is not None, epilogue, config.isa)(columns, x, packed, *given)

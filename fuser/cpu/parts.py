@@ -47,8 +47,7 @@ def prepared(rows: Rows, phase: int, loop: LoopRange) -> dict[int, Place]:
 
 
 def conditions(facts: Facts, phase: int) -> tuple[ir.Name, ...]:
-    """The lane-invariant conditions of a pass's loads, if there are several, as in a window: most often they all
-    hold."""
+    """The lane-invariant conditions of a pass's loads, if there are several, as in a window: usually all hold."""
     if facts.checked:
         return ()
     found = dict.fromkeys(facts.plan.rows[n].args[0] for n in facts.rows_of(phase) if _hangs_together(facts, n))
@@ -82,7 +81,7 @@ def _runs_back(facts: Facts, n: int) -> bool:
 
 
 def open_part(rows: Rows, n: int, start: str) -> None:
-    """Declare the source of the masked load `n` from `start` on: memory, or a page of zeros where its condition is
+    """Declare the source of the masked load `n` from `start` on: memory, or a page of zeros if its condition is
     false."""
     row = rows.plan.rows[n]
     memory = ir.Cast("const void*", rows.address_from(start, row.attr[0], row.attr[1][0]))

@@ -17,8 +17,7 @@ TILE = 1024  # elements of a loop whose results may be staged in the first-level
 
 @contextmanager
 def prepared(rows: Rows, phase: int, loop: LoopRange, vectors: bool = False, narrow: bool = True) -> Iterator[None]:
-    """Around a loop of a pass: prepare its inputs and store its results. `vectors`: the loop is in explicit vectors,
-    which access memory themselves.
+    """Around a loop of a pass: prepare its inputs and store its results; if it is in `vectors`, only stage results.
 
     `narrow`: see `pieces`.
     """

@@ -33,8 +33,7 @@ def _rounded(value: Fraction, how: Callable[[Fraction], int] = round) -> Fractio
 
 @functools.lru_cache(maxsize=256)
 def factors(divisor: float) -> tuple[float, float] | None:
-    """The factors (h, l) for a divisor, rounded to float32; None if a division is better or the results would
-    differ."""
+    """The factors (h, l) for a divisor, rounded to float32; None if a division is better or would differ."""
     if not LEAST <= abs(divisor) <= MOST:
         return None
     from fractions import Fraction  # it imports decimal, 5 ms, and few kernels divide by constants

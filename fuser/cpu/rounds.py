@@ -43,8 +43,7 @@ class _Pair:
 
 
 def going_round(facts: Facts) -> Facts | None:
-    """The facts of a nest whose short rows are taken as one, its tables as hoisted rows; None if the nest has no such
-    rows."""
+    """The facts of a nest whose short rows are taken as one, its tables as hoisted rows; None for other nests."""
     plan = facts.plan
     if facts.checked or plan.ordered is not None or plan.reductions:
         return None

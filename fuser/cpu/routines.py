@@ -21,8 +21,7 @@ from fuser.runtime import launcher
 
 @dataclass(frozen=True)
 class Routine:
-    """The C++ of helpers and entry, without the typedefs and helpers of the op table, and the program that launches
-    it."""
+    """The C++ of helpers and entry, without the op table's typedefs and helpers, and its launch program."""
 
     text: str
     program: LaunchProgram

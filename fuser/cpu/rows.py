@@ -30,8 +30,7 @@ class Place:
 
 @dataclass(frozen=True)
 class LoopRange:
-    """A loop over `count` elements, at most `length`, from the variable `start` on; `at` is its index, starting at
-    0."""
+    """A loop over `count` elements, at most `length`, from the variable `start` on; `at` is its index from 0."""
 
     start: str
     at: ir.Value
@@ -146,14 +145,12 @@ class Rows:
         return ir.Select(args[0], loaded, zero) if args else loaded
 
     def _is_zero_already(self, row: Row) -> bool:
-        """Whether `row` selects between a masked load and 0 by the load's own mask: the masked load is 0 there
-        already."""
+        """Whether `row` selects between a masked load and 0 by the load's own mask: the load is 0 there already."""
         load, other = (self.plan.rows[a] for a in row.args[1:])
         return load.op == "load" and load.args == row.args[:1] and other.op == "const" and other.attr in _ZEROS
 
     def _drops_fraction(self, row: Row) -> bool:
-        """Whether g++ 12 may turn this conversion of an integer into `trunc`, which keeps -0.0: its source was a
-        float."""
+        """Whether an integer computed from a float becomes a float: g++ 12 makes that `trunc`, which keeps -0.0."""
         if not row.dtype.is_floating_point or self.plan.rows[row.args[0]].dtype.is_floating_point:
             return False
         pending, seen = [row.args[0]], set[int]()
@@ -187,8 +184,7 @@ class Rows:
             self.out.let(self.facts.kind(n), f"t{n}", value)
 
     def _wrapped(self, n: int, row: Row) -> ir.Value:
-        """Declare an index from a tensor: negative ones count from the end; out-of-bounds ones become 0 and are
-        reported."""
+        """Declare an index from a tensor: negative ones count from the end; out-of-bounds ones are 0 and reported."""
         size, checked = row.attr
         source, zero = self.ref(row.args[0]), ir.Cast("i64", ir.Number(0))
         bound, wrapped, outside = ir.Cast("i64", self.index(size, "floor")), ir.Name(f"w{n}"), ir.Name(f"o{n}")
@@ -243,8 +239,8 @@ class Rows:
                 self.declare(n)
 
     def outside(self, rows: Iterable[int]) -> None:
-        """Declare rows outside the innermost loops, if not declared yet: scalars of the unit, lane arrays of a column
-        nest."""
+        """Declare rows outside the innermost loops that are not declared yet: scalars, or lane arrays in column
+        nests."""
         lanes = []
         for n in rows:
             if n in self.made:

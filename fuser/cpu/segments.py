@@ -44,8 +44,7 @@ _SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 @dataclass(frozen=True)
 class Segments:
-    """Rows that are constant in a segment, in order; the indices at which segments are cut; loads under such
-    conditions.
+    """Rows that are constant in a segment, in order; the indices at which segments are cut; loads under conditions.
 
     places: where the loop finds these loads. usual: conditions, and their values in most of the loop. A second loop is
     written for these values: g++ vectorises no strided loads under conditions, and no loop with many conditions.
@@ -166,8 +165,7 @@ def find_edges(facts: Facts, most: int = 1) -> dict[int, tuple[bool, ir.Value]]:
 
 
 def find_edge(facts: Facts, row: Row, most: int = 1) -> tuple[bool, ir.Value] | None:
-    """The edge of a comparison of an index along the vector axis, (whether it holds before, the index); None if there
-    is none."""
+    """Where a comparison of an index changes along the vector axis: (whether it holds before, the index), or None."""
     sign = row.traits.sign
     if sign not in _AFTER:
         return None
@@ -197,8 +195,7 @@ def _bound(facts: Facts, n: int) -> ir.Value:
 
 
 def has_fills(facts: Facts) -> bool:
-    """Whether so many selects depend on conditions outside the loop, or up to an edge, that explicit vectors are
-    faster."""
+    """Whether so many selects depend on conditions outside the loop, or up to an edge, that vectors are faster."""
     held = {*_constant_rows(facts, find_edges(facts, MOST_STEP))}
     found = {r.args[0] for n, r in enumerate(facts.plan.rows) if facts.is_full(n) and _fills(facts, r, held)}
     return len(found) >= (FEW_FILLS if facts.machine.masks else MANY_FILLS)

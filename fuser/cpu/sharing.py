@@ -25,8 +25,7 @@ _LINEAR = ("+", "-", "*")
 
 @dataclass(frozen=True)
 class _Form:
-    """A function's text with placeholders, and what they stand for: names, arguments in the order of first use,
-    constants."""
+    """A function's text with placeholders, and their values: names, arguments in order of first use, constants."""
 
     text: str
     names: dict[str, str]

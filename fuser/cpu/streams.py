@@ -1,5 +1,4 @@
-"""Large results are stored with non-temporal stores of whole lines, which saves reading the lines: a third of the
-traffic.
+"""Non-temporal stores of large results in whole lines: the lines are not read, which saves a third of the traffic.
 
 A piece of each result is computed into a tile in the first-level cache and copied from there. Whether it pays is known
 only at run time: the variable `stream` of the function says so; otherwise loops store to memory as usual. Rows have to

@@ -37,8 +37,7 @@ def cpp_expr(
     e: Expr, name: Callable[[Sym], str] = cpp_name, of: str = "floor", extents: Extents = NO_LOOPS,
     uses: set[str] | None = None,
 ) -> str:  # fmt: skip
-    """The C++ of an integer expression inside the loops `extents`; `of` is "place" for an offset, whose terms are
-    below 2**52.
+    """The C++ of an integer expression inside the loops `extents`; `of` is "place" for an offset, below 2**52.
 
     The helpers that it calls are added to `uses`.
     """

@@ -161,8 +161,7 @@ def _memory_of(compiler: tuple[str, ...], choices: list[Choice]) -> pathlib.Path
 
 
 def _remembered(compiler: tuple[str, ...], isa: str) -> int | None:
-    """The number of the choice that an earlier process found, or None. Only the number is read: no flags come from a
-    file."""
+    """The number of the choice that an earlier process found, or None. No flags are read from a file."""
     choices = _choices(machines.find(isa))
     found = remote.read(_memory_of(compiler, choices))
     return int(found) if found is not None and found.isdigit() and int(found) < len(choices) else None
@@ -289,8 +288,7 @@ def _found_or_made(
 
 
 def machine() -> str | None:
-    """The text of all that determines a library beside its source: compiler and processor. None if none is made or
-    kept."""
+    """Text of all that determines a library beside its source: compiler and processor; None if none is kept."""
     if not config.cache_dir or compilers.why_none() is not None:
         return None
     compiler = find_compiler()
@@ -457,8 +455,7 @@ _OTHER_LEVELS = ("-O3", "-O1")
 
 
 def run_compiler(command: list[str]) -> None:
-    """Run one compiler command, at other optimisation levels if the compiler crashes. CompileError with its output if
-    it fails."""
+    """Run one compiler command, at other optimisation levels if the compiler crashes. CompileError with its output."""
     place = os.path.dirname(command[command.index("-o") + 1]) if "-o" in command else None
     temporaries = process.temporaries_in(place) if place else contextlib.nullcontext()
     with span("compiler", command=command[0]), temporaries:

@@ -27,8 +27,7 @@ R0, R1, V0, V1 = map(ir.Name, ("r0", "r1", "v0", "v1"))  # the bounds of a tile'
 
 
 def transposed(facts: Facts) -> dict[int, Axis]:
-    """Loads that are contiguous along an axis other than the vector axis, with that axis, if all have the same; else
-    none."""
+    """Loads that are contiguous along an axis other than the vector axis, with that axis, if it is one for all."""
     if facts.vector is None or facts.checked:
         return {}
     others = [a for a in facts.kept_axes if a is not facts.vector]
@@ -70,8 +69,7 @@ def fill_tiles(rows: Rows) -> None:
 
 
 def _fill_blocks(rows: Rows, n: int, k: int) -> ir.Value:
-    """Fill the whole blocks of tile `k` by transposing in registers; returns the index along the vector axis to go on
-    from."""
+    """Fill the whole blocks of tile `k` by transposing in registers; returns the index to go on from."""
     facts, out, (buffer, (address,)) = rows.facts, rows.out, rows.plan.rows[n].attr
     assert facts.tiled is not None
     width = facts.dtypes[buffer].itemsize
@@ -156,8 +154,7 @@ def transposition(width: int, machine: Machine, stride: int) -> str:
 
 
 def _apart(width: int) -> str:
-    """C++ of the function `apart_u8` … `apart_u64`: it splits rows of 2 to MOST_APART elements, each element into a
-    row of the tile."""
+    """C++ of `apart_u8` … `apart_u64`: rows of 2 to MOST_APART elements, each element into a row of the tile."""
     cases = []
     for count in range(2, MOST_APART + 1):
         stores = " ".join(f"tile[{i * TILE_STRIDE} + c] = in[{count} * c + {i}];" for i in range(count))

@@ -67,8 +67,7 @@ class BlockLists:
 
 @dataclass(frozen=True)
 class Part:
-    """A tile of a head's elements: `width` of them from `first` on, padded to `padded`. `suffix` is for variable
-    names."""
+    """A tile of a head's elements: `width` of them from `first` on, padded to `padded`. `suffix` is for names."""
 
     suffix: str
     first: int
@@ -123,8 +122,7 @@ class AttentionNest(Nest):
         self.whole = {d.name for d in (self.y, self.x) if self.divides(d.size, self._side(d))}
 
     def _side(self, dim: Dim) -> int:
-        """Rows or columns that a program takes per block: those of a mask's block, of which tiles are parts, or of a
-        tile."""
+        """Rows or columns that a program takes per block: those of a mask's block, of which tiles are parts."""
         if self.lists is None:
             return dim.block
         along = self.lists.columns if dim is self.x else self.lists.rows
@@ -236,8 +234,7 @@ class AttentionNest(Nest):
             self.out.add(f"{name} = {self._dot(a.format(part.suffix), b.format(part.suffix), total)}")
 
     def outer(self, name: str, o: Operand, a: str, b: str, factor: str = "") -> None:
-        """Multiply the total `name` by `factor` and add the product of the tile `a` and heads `b`; "{}" as in
-        `inner`."""
+        """Multiply the total `name` by `factor` and add the product of tile `a` and heads `b`; "{}" as in `inner`."""
         for part in self.parts(o):
             total = f"{name}{part.suffix}"
             self.out.add(f"{total} = {self._dot(a, b.format(part.suffix), total + factor)}")
@@ -246,8 +243,7 @@ class AttentionNest(Nest):
         return f"tl.dot({a}, {b}, {f'{total}, ' if total else ''}input_precision='{self.precision}')"
 
     def reciprocal(self, row: Row) -> str | None:
-        """The factor for a division by a constant: it adds one rounding error, as small as those of the product
-        before."""
+        """The factor for a division by a constant: it adds one rounding error, as small as the product's before."""
         divisor = self.plan.rows[row.args[1]]
         if divisor.op != "const" or divisor.dtype is not torch.float32:
             return None
@@ -264,8 +260,7 @@ class AttentionNest(Nest):
         return any(self.rows.given.get(m) == role for m in self.behind(n))
 
     def put(self, rows: Sequence[int], known: set[int], score: str, gradient: str = "") -> None:
-        """Emit the rows that are not in `known`, and add them to it. `score` and `gradient` are their values in this
-        tile."""
+        """Emit the rows that are not in `known`, and add them to it. `score` and `gradient`: their values here."""
         dtype = {torch.int32: "tl.int32", torch.int64: "tl.int64"}
         for n in rows:
             if n in known:
@@ -305,8 +300,7 @@ class AttentionNest(Nest):
 
     # -- loops over blocks -------------------------------------------------------------------------------------------
     def walk(self, dim: Dim, block: str, body: Callable[[bool], None], b: str, h: str) -> None:
-        """A loop that runs `body(masked)` for each tile along `dim`, at offset `start`; `block` is the tile's row of
-        blocks."""
+        """A loop that runs `body(masked)` for each tile along `dim`, at offset `start`; `block`: its row of blocks."""
         if self.lists is None:
             self.out.open(f"for start in tl.range(0, {self.size(dim.size)}, {dim.block})")
             body(True)

@@ -138,8 +138,7 @@ def _without_checks(
 
 
 def _along_own_axes(plan: KernelPlan, axes: dict[str, Axis], given: dict[int, str]) -> KernelPlan:
-    """The plan in which an index varies along its own axis alone, and rows computed from it only along those of their
-    inputs."""
+    """The plan in which an index varies along its own axis alone, and so do rows computed from it."""
     syms = {a.sym for a in plan.axes}
     varies: list[frozenset[Sym]] = []
     for n, row in enumerate(plan.rows):

@@ -113,8 +113,7 @@ def fitted(tile: AttentionTile, block: tuple[int, int] | None, halvings: int) ->
 def make_source(
     graph: CanonicalGraph, asked: Asked, examples: Sequence[Any], numerics: str = "fast"
 ) -> fused_kernel.Source:  # fmt: skip
-    """The kernels for tensors like `examples`: those of `asked.others`, then the tensors that the rows of `graph`
-    read.
+    """The kernels for tensors like `examples`: those of `asked.others`, then those that the rows of `graph` read.
 
     Their results are those of attention, and if asked, the logarithms to base 2 of sums; or the three gradients.
     Raises Unsupported.
@@ -136,8 +135,7 @@ def make_source(
 
 
 def _stand_in(name: str, wide: bool) -> torch.Tensor:
-    """An example of all scores, or of an index of each. It has all dims, so no row gets fewer loops and a kernel of
-    its own."""
+    """An example of all scores, or of an index of each. It has all dims, so all rows are in one kernel."""
     index = torch.int64 if wide else torch.int32
     dtype = torch.float32 if name in ("score", "gradient") else index
     return torch.empty_strided(_SIZES, _STRIDES, dtype=dtype, device="meta")

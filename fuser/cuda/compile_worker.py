@@ -79,8 +79,7 @@ def add_pairs_apart(ptx: str) -> str:
 
 @contextlib.contextmanager
 def _pairs_added_apart() -> Iterator[Callable[[], None]]:
-    """Rewrite Triton's PTX by `add_pairs_apart` in this block; the yielded function makes Triton bypass its own
-    cache."""
+    """Rewrite Triton's PTX by `add_pairs_apart` in this block; the yielded function bypasses Triton's own cache."""
     from triton import knobs  # type: ignore[import-not-found,unused-ignore]
 
     runtime, compilation = knobs.runtime, knobs.compilation

@@ -67,8 +67,7 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A compiled kernel: its binary, shared memory in bytes, threads of a block, and the number of null arguments at
-    the end."""
+    """A compiled kernel: its binary, bytes of shared memory, threads of a block, null arguments at the end."""
 
     name: str
     cubin: bytes

@@ -187,8 +187,7 @@ class Recorded:
         return self._run(values)
 
     def _why_shared(self, values: Sequence[Any]) -> str:
-        """The reason if an input that is written to shares memory with another input, which copies would not; else
-        ""."""
+        """The reason if a written input shares memory with another input, which copies would not; else ""."""
         tensors = {i: _memory(a) for i, a in enumerate(values) if isinstance(a, torch.Tensor)}
         for i in self._written:
             if i in tensors and list(tensors.values()).count(tensors[i]) > 1:
@@ -204,8 +203,7 @@ class Recorded:
         return getattr(a, "_dynamo_static_input_type", None) is not None
 
     def _key(self, values: Sequence[Any]) -> tuple[Any, Places]:
-        """The class of `values`, and the addresses of those recorded in place. Known parameters are not inspected
-        again."""
+        """The class of `values`, and the addresses of those recorded in place. Known parameters are not inspected."""
         parts: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current_device()]
         places: list[int] = []
         known = self._known
@@ -293,8 +291,7 @@ def _is_ready() -> bool:
 
 
 def _recover() -> None:
-    """Reset torch's random generator after a failed recording, which leaves it in the recording state: a successful
-    one ends that."""
+    """Let torch's random generator leave the recording state after a failed recording, by a successful one."""
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize()
         with torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -28,8 +28,7 @@ ROWS, COLUMNS = 0, 1  # the tile's dims
 
 
 def fits(joined: Joined, ctx: Context) -> tiles.Walk | None:
-    """The tile and number of programs that go over the rows; None if a row is too long or a reduction has no such
-    form."""
+    """The tile and programs that go over the rows; None if a row is too long or a reduction has no such form."""
     plan = joined.plan
     dtypes = dict(plan.buffers)
     both = {a.sym for a in plan.axes}

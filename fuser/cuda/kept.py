@@ -60,8 +60,7 @@ def machine_facts(triton: str | None = None) -> dict[str, str]:
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 def describe(kernel: FusedKernel) -> dict[str, Any] | None:
-    """A kernel as a plan's JSON; None if its binaries are this process's own, or other processes may choose other
-    tiles."""
+    """A kernel as a plan's JSON; None if its binaries are this process's own, or others may choose other tiles."""
     made, folder = kernel.made_of, toolchain.cache_folder()
     if folder is None or not made.lasting:
         return None

@@ -63,8 +63,7 @@ class Dim:
 
 @dataclass
 class Layout:
-    """A kernel's layout: `scalars` are digits of the program's number; `dims` are the tile's dims, reduced ones
-    last."""
+    """A kernel's layout: `scalars` are digits of the program's number, `dims` those of the tile, reduced ones last."""
 
     scalars: list[Axis]
     dims: list[Dim]
@@ -82,8 +81,7 @@ def is_column(plan: KernelPlan) -> bool:
 
 
 def row_class(n: Expr, length: int, least: int) -> list[Guard]:
-    """Guards for row lengths `n` that fit a block of `length` but not one half as long; `least` is the smallest
-    block."""
+    """Guards for row lengths `n` that fit a block of `length` but not its half; `least` is the smallest block."""
     out: list[Guard] = [("le", n, expr(length))]
     if length > least:
         out.append(("lt", expr(length // 2), n))
@@ -339,8 +337,7 @@ def _pointwise_class(total: Expr, vector: Expr | None, itemsizes: list[int], ctx
 
 
 def _transposed_axis(plan: KernelPlan, vector: Axis, others: list[Axis]) -> Axis | None:
-    """The axis along which some operand is contiguous that is strided along the vector axis; None if not exactly
-    one."""
+    """The axis along which an operand is contiguous that is strided along `vector`; None if not exactly one."""
     found: set[Axis] = set()
     loads = [r.attr[1][0] for r in plan.rows if r.op == "load" and not indirect_rows(r)]
     for address in (*loads, *(s.address for s in plan.stores)):

@@ -230,8 +230,8 @@ class Looped:
         return nest.params.number(d.size, nest.bits, f"n_{d.name}", nest.runs_along(d))
 
     def open_loop(self, backwards: bool) -> None:
-        """Open the loop over blocks of the reduced axes; `backwards`, it starts with the data read last, which is in
-        the cache."""
+        """Open the loop over blocks of the reduced axes; `backwards`: from the data read last, which is in the
+        cache."""
         d = self.dim
         low, high, step = self.range()
         if backwards:

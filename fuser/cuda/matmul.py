@@ -33,8 +33,7 @@ PRECISIONS = ("ieee", "tf32")
 
 @dataclass(frozen=True)
 class MatmulTile:
-    """A program's tile: `rows` × `columns` results, in steps of `inner`, by `warps` warps with `stages` pipelined
-    steps."""
+    """A program's tile: `rows` × `columns` results, in steps of `inner`, by `warps` warps with `stages` in flight."""
 
     rows: int
     columns: int

@@ -54,8 +54,7 @@ def alone_behind(plan: KernelPlan) -> Iterator[tuple[int, list[Reduce]]]:
 
 
 def moments_by_phase(plan: KernelPlan) -> dict[int, tuple[Moments, ...]]:
-    """By phase, the sums of squared distances of the next phase that this phase can compute, so the next needs no
-    pass."""
+    """By phase, the sums of squared distances of the next phase that this phase can compute."""
     out: dict[int, tuple[Moments, ...]] = {}
     for before, totals in alone_behind(plan) if plan.ordered is None else ():
         found = tuple(m for m in (_squared_distances(plan, t) for t in totals) if m is not None)

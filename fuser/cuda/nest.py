@@ -236,8 +236,7 @@ class Nest:
         return f"fuser_philox_quads({seed}, {stream}, {block}, {self.shape(dims)}, {first}, {pair})"
 
     def least_word(self, row: Row) -> int | None:
-        """The smallest word whose number is at least the constant that `row` compares it with; None if there is
-        none."""
+        """The smallest word whose number is at least the constant that `row` compares with; None if there is none."""
         other = self.plan.rows[row.args[1]]
         return least_word(float(other.attr)) if other.op == "const" else None
 
@@ -422,8 +421,7 @@ class Nest:
         self.out.add(f"t{n} = {triton_convert(source, self.plan.rows[n].dtype, self.fold(r, values, indices))}")
 
     def index_result(self, n: int, r: Reduce, values: str, indices: str) -> None:
-        """Emit the index of the extreme value: the extreme first, then the lowest index of an equal value; NaN is
-        extreme."""
+        """Emit the index of the extreme value: the extreme first, then its lowest index; NaN is extreme."""
         axis = len(self.layout.dims) - 1
         back = "[:, None]" if axis else ""
         k, folder = r.number, REDUCTIONS[REDUCTIONS[r.kind].value].folder

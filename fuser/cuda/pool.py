@@ -103,8 +103,7 @@ class Pool:
         return [sys.executable, str(SCRIPT), str(self.owner)]
 
     def compile(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """The answer to a request. CompileError if it takes too long or the compiler crashes; CannotStart if no
-        process starts."""
+        """The answer to a request. CompileError if it takes too long or the compiler crashes; CannotStart."""
         name = request["name"]
         with self._free:
             while True:

@@ -22,8 +22,7 @@ _BITS: int = 24  # bits of a word that a number uses
 
 @dataclass(frozen=True)
 class Quads:
-    """A row of random numbers whose indices are consecutive along tile dim `dim`, from `start`, a multiple of four,
-    on."""
+    """A row of random numbers whose indices are consecutive along tile dim `dim`, from `start`, divisible by 4, on."""
 
     dim: int
     start: Expr
@@ -52,8 +51,7 @@ def _quads(plan: KernelPlan, layout: Layout, row: Row, hint: Callable[[Expr], in
 
 
 def _start(layout: Layout, dim: int, place: Expr) -> Expr | None:
-    """The index `place` minus its part that numbers a dim's elements consecutively; None if it does not number them
-    so."""
+    """The index `place` minus the part that numbers a dim's elements consecutively; None if there is no such part."""
     d, step = layout.dims[dim], ONE
     if d.block % NEIGHBOURS:
         return None

@@ -197,7 +197,7 @@ class Scan(Nest):
         return len(self.layout.dims) - 1
 
     def scan(self, carried: bool) -> None:
-        """Declare the tile's scan `y`, combined with the carry. An index is the last one whose value is the extreme so
+        """Declare the tile's scan `y`, combined with the carry. An index is the last whose value is the extreme so
         far."""
         for n, (letter, _, _) in enumerate(self.parts):
             source = f"x{letter}"

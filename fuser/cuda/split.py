@@ -50,8 +50,7 @@ class Partial:
 
 
 def programs(plan: KernelPlan, width: int = 0) -> Expr:
-    """The number of programs of an unsplit, looped kernel; for columns, with tiles `width` wide instead of the
-    table's."""
+    """The number of programs of an unsplit, looped kernel; for columns, with tiles `width` wide unless it is 0."""
     kept = [a for a in plan.axes if not a.reduced]
     if not is_column(plan):
         return product(a.size for a in kept)

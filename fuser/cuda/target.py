@@ -1,5 +1,4 @@
-"""NVIDIA GPUs' `Target`: all that lowering and scheduler know of them. `tiles.py` and `split.py` choose tiles and
-cuts."""
+"""NVIDIA GPUs' `Target`: all that lowering and scheduler know of them. `tiles.py` and `split.py` choose tiles."""
 
 from __future__ import annotations
 

@@ -340,8 +340,7 @@ def row_class(n: int) -> tuple[int, int]:
 
 
 def persistent_column(n: int) -> Tile | None:
-    """The tile that holds whole reduced axes of the class of `n` for a few neighbouring results; None if they do not
-    fit."""
+    """The tile that holds whole reduced axes of the class of `n` for a few neighbouring results, or None."""
     length = max(power_of_two(n), SHORTEST_COLUMN)
     for longest, results, warps in PERSISTENT_COLUMNS:
         if length <= longest:

@@ -61,8 +61,7 @@ def _kernels(source: Source) -> Any:
 
 
 def size_class(source: Source, args: Sequence[Any]) -> tuple[int, ...]:
-    """The power of two that holds the work for `args`, for each kernel. Unsupported if the source does not accept
-    them."""
+    """The power of two that holds the work for `args`, for each kernel. Unsupported if `args` do not fit."""
     inputs = tuple(dataclasses.replace(p, aligned=False) for p in source.program.inputs)  # there may be no memory yet
     bound = python_launcher.match(dataclasses.replace(source.program, inputs=inputs), args)
     if bound is None:

@@ -153,8 +153,7 @@ def _index(row: Row) -> Expr | None:
 
 
 def _most(e: Expr, sizes: dict[Sym, Expr]) -> Expr | None:
-    """An upper bound of the absolute value of an expression over loop variables and sizes, and of its
-    subexpressions."""
+    """An upper bound of the absolute value of an expression over loop variables and sizes, and of its parts."""
     total = expr(0)
     for monomial, factor in e.terms:
         bounds = [_most_of(a, sizes) for a in monomial]

@@ -1,5 +1,4 @@
-"""An explanation as HTML for notebooks: tables and folds, light or dark as the reader's system. `page.py` makes the
-report."""
+"""An explanation as HTML for notebooks: tables and folds, light or dark as the system. `page.py` has the report."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class Explanation:
         return explained_text.overview(self)
 
     def as_dict(self, source: bool = False) -> dict[str, Any]:
-        """Everything as plain values, in the form of docs/explain.md; with `source`, including the code of kernels and
+        """Everything as plain values, in the form of docs/explain.md; with `source`, the code of kernels and
         programs."""
         left_out = () if source else ("source", "program")
         return {"schema": SCHEMA, **_plain_fields(self, left_out)}

@@ -96,8 +96,7 @@ def _of_spec(
 
 
 def _traces(found: Registration) -> tuple[Trace, ...]:
-    """The stages of a group's first class of arguments, or of its pieces'; the explanation keeps the specifications
-    alive."""
+    """The stages of a group's first class of arguments, or of its pieces'; they keep the specifications alive."""
     made = []
     for spec in _with_pieces(found.spec):
         entry = next((e for e in spec.store.entries if e.example and e.kernels), None)

@@ -107,8 +107,7 @@ def _fallbacks() -> Counter[str]:
 
 
 def _reads(key: int) -> int:
-    """The number of tensors that a group's loop nests read, each once for each loop nest, lowered for its first
-    call."""
+    """The tensors that a group's loop nests read, each once for each loop nest, lowered for its first call."""
     spec = REGISTRY.find(key).spec
     examples = [entry.example for entry in spec.store.entries if entry.example]
     return _reads_of(spec, examples[0]) if examples else 0

@@ -1,5 +1,4 @@
-"""A kernel's requirements on its arguments as text: the patterns and guards that its launch program tests on each
-call.
+"""A kernel's requirements on arguments as text: the patterns and guards that its launch program tests.
 
     pw_d2_1c0f takes
       in0: float32[x0_0, x0_1] strides [x0_1, 1] on cpu
@@ -26,8 +25,7 @@ _CALLS = {MIN: "min", MAX: "max"}
 
 @dataclass(frozen=True)
 class KernelGuards:
-    """The arguments that one kernel accepts: a line for each input, and the relations between sizes that have to
-    hold."""
+    """The arguments that one kernel accepts: a line for each input, and the relations between sizes."""
 
     kernel: str
     inputs: tuple[str, ...]

@@ -46,8 +46,7 @@ class Times:
 
 
 def data_of(e: Explanation, title: str, times: Times | None = None) -> dict[str, Any]:
-    """All data of the page in the form that its script reads. Large keys are strings: JavaScript's numbers are too
-    short."""
+    """All data of the page in its script's form. Large keys are strings: JavaScript's numbers are too short."""
     times = Times() if times is None else times
     profile = times.profile
     lines = _Lines()

@@ -50,8 +50,7 @@ class OtherRow:
 
 @dataclass(frozen=True)
 class Beside:
-    """A group's time beside ATen's, on arguments like those it was compiled for; `why`: the reason if it was not
-    timed."""
+    """A group's time beside ATen's, on arguments like those it was compiled for; `why`: it was not timed."""
 
     key: int
     seconds: float | None

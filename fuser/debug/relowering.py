@@ -15,8 +15,7 @@ from fuser.scheduler.schedule import Schedule, schedule
 
 
 def lowered_of(spec: KernelSpec, described: tuple[Any, ...]) -> tuple[Lowered, Schedule]:
-    """The lowered graph and its plans for arguments like `described`, a `KernelEntry.example`. FuserError if not
-    lowerable."""
+    """The lowered graph and its plans for arguments like `described`, a `KernelEntry.example`. FuserError if none."""
     example = tuple(_stand_in(a) for a in described)
     numbers = frozenset(i for i, a in enumerate(example) if not isinstance(a, torch.Tensor))
     with config.override(**dict(spec.config)):

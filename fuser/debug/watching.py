@@ -1,5 +1,4 @@
-"""Runs a script for a report: its compiled graphs are kept alive, and some steps are timed, without changes to the
-script.
+"""Runs a script for a report: its compiled graphs are kept alive, and some steps are timed; it is not changed.
 
 A step begins with a call of an object from `torch.compile`, and ends where the next call of the same object begins.
 The first such object that is called a second time defines the steps; a compilation during a step restarts the steps.
@@ -141,8 +140,7 @@ def _watched_compile(steps: Steps) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Watched:
-    """The result of a script's run: the explanation of all that it compiled, times, and its exception or exit, if
-    any."""
+    """The result of a script's run: the explanation of all that it compiled, times, its exception or exit."""
 
     explanation: Explanation
     times: Times

@@ -24,8 +24,7 @@ _MOST_RESULTS = 256 << 10
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a fusion as text: the name of its handle's `each`, names of inputs and results, elements of new
-    results."""
+    """A call of a fusion as text: its handle's `each`, names of inputs and results, elements of new results."""
 
     each: str
     inputs: tuple[str, ...]

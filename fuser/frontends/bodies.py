@@ -73,8 +73,7 @@ def compile_bodies(
 
 
 def for_eager(module: fx.GraphModule) -> fx.GraphModule:
-    """Dynamo's graph in a form that eager can differentiate: torch has no gradient of `invoke_subgraph` outside a
-    trace.
+    """Dynamo's graph in a form that eager can differentiate: `invoke_subgraph` has no gradient outside a trace.
 
     The graphs of such calls are called as modules. Returns `module` itself if there are none.
     """

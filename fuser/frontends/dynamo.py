@@ -87,8 +87,7 @@ fakes.follow_dynamo(fuser_backend)
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """A block without Python's garbage collector: a full collection walks all that torch has imported, 0.1 s each
-    time."""
+    """A block without garbage collection: a full one walks all that torch has imported, 0.1 s each time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -110,8 +109,7 @@ def _checked_options(options: dict[str, Any], mode: str | None) -> dict[str, Any
 
 
 def _with_options(function: Function, options: dict[str, Any]) -> Function:
-    """`function` under `options`: kernels are compiled at the first call of each class of arguments, under these
-    settings, too."""
+    """`function` under `options`, because kernels are compiled at the first call of each class of arguments."""
 
     def call(*args: Any) -> Any:
         with config.override(**options):
@@ -260,8 +258,7 @@ class _GraphCompiler:
         return Watched(wrapped, self.eager, self.example_inputs, written, self.by_eager).call
 
     def _trainable(self, wrapped: Function, steps: Training) -> Function:
-        """AOTAutograd's function of a graph with gradients, made twice differentiable, and with a thin autograd
-        node."""
+        """AOTAutograd's function of a graph with gradients, twice differentiable, with a thin autograd node."""
         from fuser.frontends.higher_order import differentiable_twice  # processes that only infer need neither
         from fuser.frontends.thin import thin
 
@@ -291,8 +288,7 @@ class _GraphCompiler:
         return Replay(self.differentiable, written, steps.needed, steps.draws, self.casts)
 
     def _why_not_traced(self, error: Exception) -> str:
-        """The reason why AOTAutograd could not trace a program that eager may run; raises errors meant for Dynamo or
-        users."""
+        """The reason why AOTAutograd could not trace a program; raises errors meant for Dynamo or users."""
         from torch._dynamo.exc import TorchDynamoException
 
         if isinstance(error, (TorchDynamoException, FuserError)):

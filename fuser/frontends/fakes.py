@@ -56,15 +56,14 @@ def correct(mode: Any) -> None:
 # -- gradients of resized images ---------------------------------------------------------------------------------------
 @functools.cache
 def _resized_gradients() -> frozenset[Any]:
-    """The operators that resized images are traced with (`passes/dispatched.py`) and whose shape functions in torch
-    need sizes that are numbers."""
+    """The operators that resized images are traced with (`passes/dispatched.py`), for which torch needs sizes that are
+    numbers."""
     packets = [getattr(torch.ops.aten, f"{name}_backward", None) for name in RESIZING]
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
 def _has_symbols(values: Any) -> bool:
-    """Whether a number, or a size or stride of a tensor, is a symbol. A slice of fixed size may have symbols in its
-    strides only."""
+    """Whether a number, or a size or stride of a tensor, is a symbol. Slices may have symbolic strides only."""
     numbers = (n for v in pytree.tree_leaves(values) for n in (_geometry(v) if isinstance(v, torch.Tensor) else (v,)))
     return any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in numbers)
 

@@ -62,8 +62,7 @@ class Compiled:
 
     @property
     def boxed(self) -> Function:
-        """A function of a list of inputs, which it empties, to a tuple; a function of the inputs if the graph runs on
-        ATen."""
+        """A function of a list of inputs, which it empties, to a tuple; of the inputs if the graph runs on ATen."""
         if self.program is None:
             return self.module.forward
         return _past_first_check(self.program.boxed, not _has_custom_ops(self.module))
@@ -106,8 +105,7 @@ class Compiled:
         self, route: str, reason: str, options: dict[str, Any], stage: str = "inference",
         by_eager: Counter[str] | None = None,
     ) -> None:  # fmt: skip
-        """Add this graph to the history that reports read, after its bodies; a graph that runs on ATen has the route
-        "eager"."""
+        """Add this graph to the history for reports, after its bodies; the route of a graph on ATen is "eager"."""
         for body in all_of(self.bodies):
             body.compiled.tell(route, reason, options, stage, Counter(), f"{body.name} of {body.operator}")
         self.tell(route, reason, options, stage, Counter() if by_eager is None else by_eager)

@@ -1,5 +1,4 @@
-"""`fuse_script`: scripted and traced functions and modules whose graphs run in fused groups, with their control
-flow."""
+"""`fuse_script`: scripted and traced functions and modules that run in fused groups, with their control flow."""
 
 from __future__ import annotations
 

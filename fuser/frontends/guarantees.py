@@ -1,5 +1,4 @@
-"""`config.require_fused`: an operator on ATen, or more kernels than allowed, raises an error when a graph is
-compiled."""
+"""`config.require_fused`: an operator on ATen, or too many kernels, is an error when a graph is compiled."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def complain(said: Sequence[str], kernels: int, most: int) -> None:
 
 
 def _prepared(key: int, plan: GroupPlan) -> tuple[str | None, int]:
-    """(reason, loop nests): why a group has no kernel for the arguments seen while tracing, or None; how many it
-    launches."""
+    """(why a group has no kernel for the arguments seen while tracing or None, the loop nests that it launches)."""
     try:
         reason = interface.prepare(key, [n.meta.get("val") for n in plan.inputs]).result()
     except FuserError as error:

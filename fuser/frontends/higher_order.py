@@ -62,8 +62,7 @@ def _type_of(info: Any) -> str:
 
 
 def _compiled_node(node: Any) -> Any:
-    """The autograd node of AOTAutograd's function that computed a result, or the base of a view; None if there is
-    none."""
+    """The autograd node of AOTAutograd's function that computed a result, or the base of a view; or None."""
     for _ in range(_MOST_VIEWS):
         if node is None or hasattr(getattr(type(node), "_forward_cls", None), "compiled_fw"):
             return node

@@ -49,8 +49,7 @@ class Pair:
 
 # -- which ---------------------------------------------------------------------------------------------------------
 def join(plan: Plan, writing: frozenset[int]) -> tuple[Plan, dict[int, Pair]]:
-    """The plan in which groups include a matmul, and what each group was joined with. Groups in `writing` write
-    inputs."""
+    """The plan in which groups include a matmul, and each group's pair. Groups in `writing` write inputs."""
     pairs: dict[int, Pair] = {}
     readers: dict[fx.Node, list[Any]] = {}
     for i, g in enumerate(plan.groups):
@@ -243,8 +242,7 @@ def _is_plain(args: Sequence[Any]) -> bool:
 
 
 def _class_of(args: Sequence[Any]) -> Any:
-    """The class of arguments that share a choice: dtypes, sizes, which dims are contiguous, the class of the row
-    count."""
+    """The class of arguments that share a choice: dtypes, sizes, contiguous dims, the class of the row count."""
     a, b = args[:2]
     rows = matmul.rows_class(a.shape[-2])
     others = tuple(

@@ -140,8 +140,7 @@ def _is_strided(value: Any) -> bool:
 
 
 def _are_apart(addresses: list[int], lengths: list[int]) -> bool:
-    """Whether no ranges overlap: before each one starts, all earlier ones have ended. Hundreds of tensors take 0.1
-    ms."""
+    """Whether no ranges overlap: before each starts, all earlier ones have ended. Hundreds of tensors take 0.1 ms."""
     starts = sorted(addresses)
     return all(map(operator.le, sorted(map(operator.add, addresses, lengths)), starts[1:]))
 

@@ -83,8 +83,7 @@ def _enter(mode: Any, modes: contextlib.ExitStack) -> None:
 
 
 def _tell(error: BaseException | None) -> None:
-    """Report once that this module failed. TraceError if `config.strict` is set; otherwise AOTAutograd traces the
-    graph."""
+    """Report once that this module failed. TraceError if `config.strict` is set; else AOTAutograd traces the graph."""
     if error is None or not is_defect(error):
         return
     sentence = f"a trace of a graph raised {type(error).__name__}: {error}"
@@ -338,8 +337,7 @@ def _look(x: torch.Tensor) -> tuple[Any, ...]:
 
 @functools.cache
 def _computing(func: Any) -> Any:
-    """The operator that returns what `func` writes into its first argument; None if there is none or it draws random
-    numbers."""
+    """The operator that returns what `func` writes into its first argument; None if there is none or it is random."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return None

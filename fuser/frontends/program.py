@@ -154,8 +154,7 @@ class Program:
     # Interface for a sequence's steps.
 
     def called(self, node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-        """The function that a node calls, and its arguments; for a call with an effect, those of the operator
-        itself."""
+        """The function that a node calls, and its arguments; for a call with an effect, the operator's own."""
         if is_ordered(node):
             return _function_of(node.args[1]), node.args[2:], node.kwargs
         if node in self.calls:
@@ -375,8 +374,7 @@ class Listing(Program):
         self._by_outputs = {g.outputs: (g, f) for g, (_, f) in zip(plan.groups, functions, strict=True)}
 
     def in_order(self) -> list[tuple[tuple[fx.Node, ...], Any]]:
-        """For each statement the nodes it defines, and what it calls: a node, or (a group's function, the group's
-        inputs)."""
+        """For each statement the nodes it defines, and its callee: a node, or (a group's function, the inputs)."""
         found: list[tuple[tuple[fx.Node, ...], Any]] = []
         for s in self._statements():
             if s.grouped:

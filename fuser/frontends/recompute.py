@@ -75,8 +75,7 @@ def _with_own(original: Any, joint: fx.GraphModule) -> Any:
 
 @contextlib.contextmanager
 def told_to_the_cut(joint: fx.GraphModule) -> Iterator[None]:
-    """A block in which torch's cut knows the operators of the package and of a graph. Its list has no other
-    interface."""
+    """A block in which torch's cut knows the operators of the package and of a graph, by a patch of its list."""
     from torch._functorch import partitioners
 
     with _patched:
@@ -96,8 +95,7 @@ _PRODUCTS = frozenset(
 
 
 def keep_for_products(joint: fx.GraphModule) -> None:
-    """Let the cut save a function of a product that a product of the backward reads, if no other node reads the
-    product.
+    """Let the cut save a function of a product that a product of the backward reads, if it is the only reader.
 
     The product itself has as many bytes, and the function would be recomputed from it and written again.
     """

@@ -29,8 +29,7 @@ _CHECKPOINT = "tag_activation_checkpoint"
 
 
 class Noted(NamedTuple):
-    """The state of a call: its inputs as noted by `seen`, copies of inputs it writes and needs, states of
-    generators."""
+    """The state of a call: inputs as noted by `seen`, copies of inputs it writes and needs, generator states."""
 
     inputs: tuple[Any, ...]
     kept: tuple[torch.Tensor, ...]

@@ -86,8 +86,7 @@ def _without_examples(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _without_cached_graphs() -> contextlib.AbstractContextManager[Any]:
-    """A block without AOTAutograd's cache, which stores only TorchInductor's graphs, and requires such graphs if
-    forced."""
+    """A block without AOTAutograd's cache, which accepts only TorchInductor's graphs, even while it is forced."""
     known = {name: False for name in _CACHING if hasattr(torch._functorch.config, name)}
     made: contextlib.AbstractContextManager[Any] = torch._functorch.config.patch(known)
     return made

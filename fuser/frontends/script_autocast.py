@@ -66,8 +66,7 @@ def _cast_softmax(graph: Any) -> None:
 
 
 def asks(graph: Any) -> str | None:
-    """The reason why a graph depends on autocast being on; None if it does not. TorchScript's pass crashes on one that
-    does."""
+    """The reason why a graph depends on autocast being on, which crashes TorchScript's pass; None if it does not."""
     kinds = ("aten::is_autocast_enabled", "aten::is_autocast_cpu_enabled")
     return next((f"{n.kind()} runs in the script" for n in every_node(graph) if n.kind() in kinds), None)
 

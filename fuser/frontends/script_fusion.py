@@ -181,8 +181,7 @@ def _gradients(fallback: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def group_to_fx(group: Group, written: Writes = frozenset()) -> fx.Graph | fx.GraphModule:
-    """A group as a graph of its inputs; one result is returned directly, several as a tuple. A module only if it holds
-    tensors."""
+    """A group as a graph of its inputs; several results are a tuple. It is a module only if it holds tensors."""
     translator = Translator()
     for number, value in enumerate(group.inputs):
         translator.input(f"i{number}", value)

@@ -116,8 +116,7 @@ def _opened(value: Any, like: torch.Tensor) -> Any:
 
 
 def _program(fallback: Function, args: Sequence[Any]) -> _Program:
-    """The program for a call: with floats as arguments of the trace; as constants if torch cannot trace them as
-    arguments."""
+    """The program for a call: floats are arguments of the trace, or constants if torch cannot trace it so."""
     for _ in range(2 if any(type(a) is float for a in args) else 0):
         try:
             return _Program(fallback, args, open_floats=True)

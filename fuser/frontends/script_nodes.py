@@ -221,8 +221,7 @@ class _Study:
         return self._checked(fact, exposed)
 
     def _decided(self, node: Node, fact: Fact) -> str | None:
-        """Note the leaves whose values decide a call's code, such as a dim. Returns the reason if that is not
-        possible, else None."""
+        """Note the leaves whose values decide a call's code, such as a dim. Returns why that is impossible, or None."""
         values, presences = dict.fromkeys(fact.values), dict.fromkeys(fact.presences)
         for argument, value in zip(torch._C.parse_schema(node.schema()).arguments, node.inputs(), strict=True):
             maker = self.facts.maker.get(value)

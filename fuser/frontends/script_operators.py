@@ -1,5 +1,4 @@
-"""Operators through which TorchScript calls registered fusions: exact schemas, run by the native launcher or the
-handle."""
+"""Operators by which TorchScript calls registered fusions: exact schemas, run by the native launcher or a handle."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def _native_part(handle: Handle, arguments: tuple[str, ...], results: int) -> _N
 
 @functools.cache
 def _torch_functions() -> tuple[Any, Any, Any] | None:
-    """Functions of torch's stable interface: create a library of implementations, add one, delete the library; else
-    None."""
+    """Functions of torch's stable interface: create a library of implementations, add one, delete the library."""
     names = ("aoti_torch_library_init_impl", "aoti_torch_library_impl", "aoti_torch_delete_library_object")
     addresses = [a for a in (symbol("libtorch_cpu.so", name) for name in names) if a is not None]
     if len(addresses) < len(names):

@@ -24,8 +24,7 @@ _ALIKE = frozenset(
 
 
 def without_writes(graph: Any) -> Writes:
-    """Remove the writes of a graph as far as torch's pass does. Returns the operators whose dtype and size have to be
-    kept."""
+    """Remove the writes of a graph as torch's pass does. Returns operators whose dtype and size have to be kept."""
     before = set(every_node(graph))
     torch._C._jit_pass_remove_mutation(graph)
     return frozenset(n for n in every_node(graph) if n not in before and n.kind() not in _ALIKE and _in_place(n))

@@ -141,8 +141,7 @@ class _Builder:
     # Lifetimes and slots.
 
     def _lifetimes(self) -> tuple[dict[int, list[fx.Node]], list[fx.Node]]:
-        """The values that each statement is the last to read, and inputs that none reads. A view keeps its root
-        alive."""
+        """The last reads of each statement, and inputs that none reads. A view keeps its root alive."""
         last: dict[fx.Node, int] = {}
         for i, s in enumerate(self.statements):
             if s.node in self.skipped:

@@ -395,8 +395,7 @@ def _has_nodes(value: Any) -> bool:
 
 
 class _WithTypes(fx.graph.CodeGen):
-    """Python code in which types are known by their names: torch 2.11 writes named tuples among results in this
-    form."""
+    """Python code in which types are known by their names: torch 2.11 writes named tuples among results so."""
 
     def __init__(self, types: set[type]) -> None:
         super().__init__()

@@ -84,8 +84,7 @@ STRUCTURAL = frozenset(MUTATING) - {"aten::sort"} | {
 
 
 def spell_abs(graph: Any) -> None:
-    """Replace Python's `abs` of a tensor by `aten::abs`: TorchScript does not itself turn this function into an
-    operator."""
+    """Replace Python's `abs` of a tensor by `aten::abs`, which TorchScript itself does not do."""
     for node in list(every_node(graph)):
         if node.kind() == "prim::abs" and isinstance(node.input().type(), torch._C.TensorType):
             with graph.insert_point_guard(node):

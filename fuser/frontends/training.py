@@ -176,8 +176,7 @@ def _keep_drawn(joint: fx.GraphModule) -> None:
 
 
 def _floats_as_integers(joint: fx.GraphModule) -> dict[str, Any]:
-    """Replace a graph's symbolic floats, which torch's cut never saves, by symbolic integers; returns the floats by
-    name."""
+    """Replace symbolic floats, which torch's cut never saves, by symbolic integers; returns the floats by name."""
     from torch.fx.experimental.symbolic_shapes import DimDynamic  # with sympy: not before a kernel's compiler is warm
 
     floats = {}

@@ -11,8 +11,7 @@ from fuser.runtime.libraries import Library
 
 
 def violation(library: str, program: LaunchProgram) -> str | None:
-    """The first out-of-bounds access of a program's kernels since the last call of this function; None if there was
-    none."""
+    """The first out-of-bounds access of a program's kernels since the last call of this function, or None."""
     opened = Library(library)
     loaded = opened.library
     for entry in dict.fromkeys(step.entry for step in program.steps):

@@ -1,5 +1,4 @@
-"""The C++ compilers of this machine, looked up once for each `$CXX` and `$PATH`, and the flags that each kind
-accepts."""
+"""The C++ compilers of this machine, looked up once for each `$CXX` and `$PATH`, and the flags of each kind."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ settings: Any = config  # its attributes are made from a table
 FOLDERS = ("choices", "cpu", "cuda", "native", "plans")
 _YOUNG_SECONDS = 60.0
 _KEEP = 0.9  # of the limit, once it is exceeded
-_SHARE = 32  # of the limit: a process looks at the cache each time it has written this much
+_SHARE = 32  # the limit divided by the bytes that a process writes between two checks
 
 
 @dataclass
@@ -40,8 +40,7 @@ _written: dict[str, int] = {}  # by cache folder: bytes since the last look
 
 
 def note(size: int) -> None:
-    """Count `size` bytes that this process has written to the cache; trim the cache in the background if that is
-    due."""
+    """Count `size` bytes written to the cache by this process; trim the cache in the background if that is due."""
     cache_dir, limit = settings.cache_dir, settings.cache_limit_bytes
     if not limit or not cache_dir:
         return
@@ -53,8 +52,7 @@ def note(size: int) -> None:
 
 
 def trim(cache_dir: str, limit: int) -> int:
-    """Remove entries of `cache_dir`, the least recently used first, if they exceed `limit` bytes. Returns the bytes
-    removed.
+    """Remove least recently used entries of `cache_dir` if they exceed `limit` bytes. Returns the bytes removed.
 
     Imported bundles, reproducers, and files being made are neither counted nor removed.
     """

@@ -100,8 +100,7 @@ def seal(name: str, data: bytes) -> bytes:
 
 
 def read(path: pathlib.Path, used: bool = True) -> bytes | None:
-    """The contents of an entry; None if there is none, or it is not whole or not trusted. `used`: update its time of
-    use.
+    """The contents of an entry; None if it is missing, not whole or not trusted. `used`: update its time of use.
 
     One warning says why a file is not trusted.
     """
@@ -222,8 +221,7 @@ def _removed(path: str) -> Iterator[pathlib.Path]:
 
 
 def _at_exit(path: str) -> Callable[[], None]:
-    """A function that removes a folder; it runs at the latest when this process ends. A forked child does not remove
-    it."""
+    """A function that removes a folder; it runs at the latest when this process ends, but not in a forked child."""
     owner = os.getpid()
 
     def remove() -> None:

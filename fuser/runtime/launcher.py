@@ -66,8 +66,7 @@ class Handle:
         return results
 
     def add_kernel(self, program: LaunchProgram, library: Any, magnitudes: int = ALL_MAGNITUDES) -> int:
-        """Add a kernel: later calls of these magnitudes that match `program` run the library's entries. Returns its
-        number.
+        """Add a kernel for later calls of these magnitudes that match `program`. Returns its number.
 
         OSError if the library cannot be loaded.
         """
@@ -147,8 +146,7 @@ class Handle:
 
     @property
     def seen(self) -> tuple[Seen, ...]:
-        """For each kernel: the slots of the last observed call, and whether other observed calls had others; None if
-        none."""
+        """For each kernel: the slots of the last observed call, and whether those of others differed; or None."""
         found: tuple[Seen, ...] = self._target.seen
         return found
 

@@ -67,8 +67,7 @@ class Code:
         self.hold()
 
     def hold(self) -> tuple[Library, tuple[int, ...]]:
-        """The library, to be referenced during a call, and the entries' addresses. OSError if it cannot be loaded
-        again."""
+        """The library, to be referenced during a call, and the entries' addresses. OSError if it cannot be reloaded."""
         shared = self._shared
         with _lock:
             library = shared.library

@@ -59,8 +59,7 @@ class Folded:
         self._state: tuple[tuple[Any, ...], torch.Tensor] | None = None  # replaced as a whole, so threads need no lock
 
     def of(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """The result. For tensors made in inference mode, which have no version counter, it is computed at each
-        call."""
+        """The result. For tensors made in inference mode, without version counter, it is computed at each call."""
         if any(t.is_inference() for t in tensors):
             return self._make(*tensors)
         state = self._state

@@ -34,8 +34,7 @@ def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 
 
 def stats() -> dict[str, int]:
-    """idle_bytes, idle_blocks, used_bytes, used_blocks, peak_bytes; hits, misses, blocks returned; whether a trimmer
-    runs."""
+    """idle_bytes, idle_blocks, used_bytes, used_blocks, peak_bytes; hits, misses, blocks returned; trimmer active."""
     out = python_pool.pool.stats()
     native = launcher.native()
     if native is not None:

@@ -38,8 +38,7 @@ def are_possible() -> bool:
 
 @functools.cache
 def _into() -> Function | None:
-    """The native launcher's `product(function, x, w, out)`, on addresses, if it computes a small product right; else
-    None."""
+    """The native launcher's `product(function, x, w, out)`, on addresses; None unless a small product is right."""
     native, address = launcher.native(), _address()
     call = getattr(native, "product", None)
     if call is None or address is None:

@@ -249,8 +249,7 @@ def _store() -> _Store | None:
 
 
 def read(path: pathlib.Path) -> bytes | None:
-    """The contents of an entry, from here or from the remote store, in which case it is stored here; None if there is
-    none."""
+    """The contents of an entry, from here or from the remote store, then stored here; None if there is none."""
     data = files.read(path)
     if data is not None:
         return data

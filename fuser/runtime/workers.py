@@ -24,8 +24,7 @@ class NoThread(RuntimeError):
 
 
 def start(function: Callable[[], Any], name: str, daemon: bool = True) -> threading.Thread | None:
-    """A started thread that runs `function`; None if there can be none. A daemon thread does not delay the process's
-    end."""
+    """A started thread that runs `function`; None if there can be none. A daemon does not delay the process's end."""
     thread = threading.Thread(target=function, name=name, daemon=daemon)
     try:
         thread.start()
@@ -46,8 +45,7 @@ def later(seconds: float, function: Callable[[], Any]) -> threading.Timer | None
 
 
 def run_all(function: Callable[[A], R], items: Iterable[A], most: int | None = None) -> list[R]:
-    """The results of `function` for each item, computed `most` at a time. Raises the exception of the first that
-    fails."""
+    """The results of `function` for each item, `most` at a time. Raises the exception of the first that fails."""
     todo = deque(enumerate(items))
     count = len(todo)
     done: dict[int, R] = {}

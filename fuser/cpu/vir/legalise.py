@@ -23,8 +23,8 @@ MOST_GATHERED = 4
 
 
 def legalise(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
-    """`kernel` with divisions by constants, large lane strides, gathers and float16 conversions as g++ compiles them
-    best."""
+    """`kernel` with forms of divisions by constants, large strides, gathers and float16 casts that g++ compiles
+    well."""
     far: set[int] = set()
     gathers: set[ir.Gather] = set()
 

@@ -39,8 +39,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A pointer to a buffer among the arguments. `checked`: the buffer's number of elements and the function that
-    checks each offset."""
+    """A pointer to a buffer argument. `checked`: its number of elements, and the function that checks each offset."""
 
     kind: str
     name: str
@@ -60,8 +59,7 @@ class Set:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Write a vector's lanes to memory at `address`, only those where `mask` holds; with two vectors, their lanes
-    alternate.
+    """Write a vector's lanes to memory at `address`, those where `mask` holds; lanes of two vectors alternate.
 
     `exact`: the float32 values are exactly representable in the bfloat16 `of`; `tame`: see `Round`.
     """
@@ -230,8 +228,7 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """A loop over segments of [`low`, `high`) of at most `longest` elements, split at `cuts`; each runs over [`from`,
-    `to`)."""
+    """A loop over segments of [`low`, `high`), cut at `cuts`, at most `longest` long; `from` and `to` bound each."""
 
     low: Value
     high: Value
@@ -251,8 +248,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Encloses a loop of `count` elements, at most `length`, at position `place`, whose `results` may be
-    staged.
+    """Encloses a loop of `count` elements, at most `length`, at position `place`; it may stage `results`.
 
     An `At` or `Address` that names a tile belongs to the result of that tile.
     """

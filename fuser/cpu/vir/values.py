@@ -78,8 +78,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Offset(Value):
-    """An integer expression over sizes and loop variables; `of` is "place" for an offset into memory (see
-    `text.cpp_expr`)."""
+    """An integer expression over sizes and loop variables; `of` is "place" for an offset (see `text.cpp_expr`)."""
 
     e: Expr
     of: str
@@ -172,8 +171,7 @@ class Round(Value):
 
 @dataclass(frozen=True, slots=True)
 class Decode(Value):
-    """The compute value of an element in memory; `lone`: converted by a scalar instruction, in a loop that is not
-    vectorised."""
+    """The compute value of an element in memory; `lone`: by a scalar instruction, in a sequential loop."""
 
     dtype: torch.dtype
     a: Value
@@ -211,8 +209,7 @@ class Load(Value):
 
 @dataclass(frozen=True, slots=True)
 class First(Value):
-    """The mask of the first `count` lanes, capped at a full vector; at least one lane unless elements are moved as
-    bits. `flags`: as flags."""
+    """The mask of the first `count` lanes, of one at least unless elements are moved as bits; `flags`: as flags."""
 
     of: Of
     count: Value
