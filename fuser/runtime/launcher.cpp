@@ -1,11 +1,12 @@
 // The native launcher: from a Python call to a kernel's steps without running Python, and the buffer pool's memory.
 //
-// One translation unit, the C standard and CPython's C API only, so that it builds in half a second on a user's machine.
-// Its parts lie in native/, each built on the one before: given, pool, programs, events, libraries, match, warm, run, gpu, call,
-// batch, handle_type, scripted, sequence. What it needs of torch comes at run time: the DLPack exchange table (tensor -> pointer, sizes, strides),
-// the C shim of libtorch_cpu (new tensors) and a few addresses that `torch_abi.py` has looked up and checked; each has a
-// slower stand-in through Python. A kernel's `LaunchProgram` arrives as one array of int64, written by `encode.py`, which
-// is walked from front to back on every call: match the arguments, test the guards, size the buffers, run the steps.
+// It is one translation unit on the C standard and CPython's C API only, so it builds in half a second on a user's
+// machine. Its parts are in native/, each based on the ones before: given, pool, programs, events, libraries, match,
+// warm, run, gpu, call, batch, handle_type, scripted, sequence. torch's functions are found at run time: the DLPack
+// exchange table (tensor -> pointer, sizes, strides), the C shim of libtorch_cpu (new tensors) and a few addresses
+// that `torch_abi.py` has looked up and checked; each has a slower replacement in Python. A kernel's `LaunchProgram`
+// is one array of int64, written by `encode.py`, which is read from front to back on every call: match the arguments,
+// test the guards, size the buffers, run the steps.
 #include "native/sequence.h"
 
 namespace {
@@ -26,7 +27,7 @@ PyObject* module_switch(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-// warm_limit(process, this_thread): `config.output_limit_bytes`; -1 where the thread has no override.
+// warm_limit(process, this_thread): `config.output_limit_bytes`; -1 if the thread has no override.
 PyObject* module_warm_limit(PyObject*, PyObject* arguments) {
   long long process, here;
   if (!PyArg_ParseTuple(arguments, "LL:warm_limit", &process, &here)) return nullptr;
@@ -72,7 +73,7 @@ bool setup_dtype_words(PyObject* table) {
   return !PyErr_Occurred();
 }
 
-// The storages that warm.py holds; without them all, large results come through Python.
+// The storages that warm.py holds; if some of these objects are missing, Python allocates large results.
 bool setup_warm(PyObject* table) {
   warm.count_offset = number(table, "storage_count_offset", -1);
   if (!torch.reinterpret || !torch.storage_size || torch.impl_offset < 0) warm.count_offset = -1;
@@ -87,7 +88,7 @@ bool setup_warm(PyObject* table) {
   return warm.held && PyList_CheckExact(warm.held) && !PyErr_Occurred();
 }
 
-// setup(table): what `torch_abi.py` found. Called once, before the first handle.
+// setup(table): the table of `torch_abi.py`. Called once, before the first handle.
 PyObject* module_setup(PyObject*, PyObject* table) {
   if (!PyDict_Check(table)) {
     PyErr_SetString(PyExc_TypeError, "setup takes the dict that fuser.runtime.torch_abi makes");
@@ -189,8 +190,8 @@ PyObject* module_advise_huge(PyObject*, PyObject* args) {
   return PyLong_FromSize_t(advise_huge((char*)address, bytes, slow));
 }
 
-// product(function, x, w, out): torch's `mkldnn_matmul` at an address; the others are TensorImpls that the caller holds,
-// to which a reference to a tensor is a pointer to a pointer.
+// product(function, x, w, out): torch's `mkldnn_matmul` at an address. The others are TensorImpls that the caller
+// holds; a reference to a tensor is a pointer to such a pointer.
 PyObject* module_product(PyObject*, PyObject* args) {
   typedef void (*Product)(void* const* x, void* const* w, void* const* out, float beta, float alpha);
   unsigned long long function, x, w, out;
@@ -233,7 +234,7 @@ void delete_pool_tensor(DLManaged* m) {  // from any thread, with or without the
   free(t);
 }
 
-// pool_tensor(sizes, strides, dtype word, bytes): a CPU tensor over a block, which goes back when the storage dies.
+// pool_tensor(sizes, strides, dtype word, bytes): a CPU tensor over a block, which is returned with the storage.
 PyObject* module_pool_tensor(PyObject*, PyObject* arguments) {
   PyObject *sizes, *strides;
   unsigned long long dtype;
@@ -269,8 +270,8 @@ PyObject* module_pool_tensor(PyObject*, PyObject* arguments) {
   return (PyObject*)out;
 }
 
-// seen(*args): of each tensor a weak reference and its version, of anything else itself and None; one flat tuple. An
-// inference tensor has no version.
+// seen(*args): for each tensor a weak reference and its version, for any other argument itself and None, as one flat
+// tuple. An inference tensor has no version.
 PyObject* module_seen(PyObject*, PyObject* const* objects, Py_ssize_t n) {
   PyObject* out = PyTuple_New(2 * n);
   for (Py_ssize_t i = 0; out && i < n; i++) {

@@ -1,4 +1,4 @@
-// `handle.each`: many calls that do not depend on each other, run together.
+// `handle.each`: independent calls, run together.
 #pragma once
 
 #include "call.h"
@@ -6,20 +6,20 @@
 namespace {
 
 // -- Several calls at once --------------------------------------------------------------------------------------------
-// `handle.each` runs calls that do not depend on each other: one optimiser step for hundreds of parameters. All of
-// their first steps, then all of their second ones, and so on, in one parallel region; what a thread does is a part of
-// the work of all calls together, so that small calls go to different threads and large ones are shared.
-constexpr Py_ssize_t kMembers = 128;                   // calls to a region: more would not stay in the cache
-constexpr size_t kMembersTemporary = size_t(1) << 20;  // bytes of temporaries after which a region takes no more
-constexpr int64_t kMembersWork = int64_t(1) << 16;    // element operations that are worth one more thread to a region
-constexpr int32_t kDone = 0, kUntried = -1, kLater = -2;  // a call's state; else the status that its kernel gave
+// `handle.each` runs independent calls, such as one optimiser step for hundreds of parameters. One parallel region
+// runs all of their first steps, then all of their second ones, and so on. A thread runs a part of the work of all
+// calls together, so that small calls go to different threads and large ones are shared.
+constexpr Py_ssize_t kMembers = 128;                   // calls in a region: more would not stay in the cache
+constexpr size_t kMembersTemporary = size_t(1) << 20;  // bytes of temporaries from which a region takes no more calls
+constexpr int64_t kMembersWork = int64_t(1) << 16;    // element operations that are worth one more thread in a region
+constexpr int32_t kDone = 0, kUntried = -1, kLater = -2;  // a call's state; else the status of its kernel
 
 struct Member {
   Kernel* k;
   Frame f;
-  const int64_t* rest;  // of the stream: the results
+  const int64_t* rest;  // the program from the results on
   Py_ssize_t call;
-  size_t temporary;  // where this call's temporaries begin
+  size_t temporary;  // offset of this call's temporaries
   int32_t status;
 };
 
@@ -30,9 +30,9 @@ struct Batch {
   int64_t steps, work, threads;
   char* memory;
   int32_t device;  // of a GPU's batch
-  int64_t counters;  // of the stream's that it uses
+  int64_t counters;  // counters of the stream that it uses
   bool watched;
-  Event event;  // of the step that the calling thread is at
+  Event event;  // of the calling thread's current step
 };
 
 inline int64_t step_work(const Member& m, int64_t s) {
@@ -41,7 +41,7 @@ inline int64_t step_work(const Member& m, int64_t s) {
   return work > 1 ? work : 1;
 }
 
-// Thread `i` of `n`: its part of the work of all members' step `s`. A unit belongs to the thread in whose part it ends.
+// Thread `i` of `n` runs its part of the work of all members' step `s`. A unit belongs to the part in which it ends.
 void batch_part(Batch* b, int64_t s, int64_t i, int64_t n) {
   int64_t total = 0, at = 0;
   for (Py_ssize_t j = 0; j < b->n; j++) total += step_work(b->members[j], s);
@@ -63,7 +63,7 @@ void batch_part(Batch* b, int64_t s, int64_t i, int64_t n) {
   }
 }
 
-// A step of many calls is one event, with the name that it has for the first of them.
+// The step of several calls is one event, with the name of the first call's step.
 const char* batch_name(const Batch* b, int64_t s) {
   for (Py_ssize_t j = 0; j < b->n; j++) {
     if (s < b->members[j].k->n_steps) return name_of(b->members[j].k->names, s);
@@ -81,7 +81,7 @@ void batch_body(void* p) {
   }
 }
 
-// Runs the members; false with a Python error if there is no memory.
+// Runs the members; false with a Python error if memory is lacking.
 bool run_batch(Batch& b, ThreadState& ts) {
   Range range(b.members[0].k->names);
   int64_t threads = thread_count(b.work / kMembersWork, b.work);
@@ -112,12 +112,12 @@ bool run_batch(Batch& b, ThreadState& ts) {
   return true;
 }
 
-// All calls of one `each`. `objects` are their arguments, `arity` for each.
+// All calls of one `each`. `objects` are their arguments, `arity` for each call.
 struct Calls {
   Handle* h;
   PyObject* const* objects;
   Py_ssize_t arity, n;
-  PyObject* out;  // null: results are not wanted
+  PyObject* out;  // null: results are not kept
   int64_t frame_words, *words;
   Arg* args;
   int32_t* states;
@@ -136,18 +136,17 @@ void drop_batch(Batch& b) {
   b.counters = 0;
 }
 
-// -- Several calls at once on a GPU: one launch for each step, whose programs find their arguments in a table ----------
-// (fuser/cuda/batch.py). Calls of one kernel are collected; those of others come in a later round.
-constexpr int64_t kTableWords = 7000;  // the driver takes over up to 64 KiB before a copy's call returns
+// -- Several calls at once on a GPU: one launch for each step, whose programs find their arguments in a table ---------
+constexpr int64_t kTableWords = 7000;  // the driver copies up to 64 KiB before the call of a copy returns
 constexpr size_t kGpuTemporary = size_t(64) << 20;
 struct BatchForm {
   int64_t entry, threads, shared, extra;
 };
 
-// Whether `k` has a form for many argument sets; it is compiled when this is first asked.
+// Whether `k` has a form for many argument sets; it is compiled at the first request.
 bool has_batch_form(Kernel* k) {
   if (k->batch || k->no_batch) return k->batch;
-  k->no_batch = true;  // unless all goes well
+  k->no_batch = true;  // unless all succeeds
   PyObject* found = PyObject_CallMethod(k->library, "batch", nullptr);
   if (found && PyTuple_Check(found) && k->n_steps && PyTuple_GET_SIZE(found) == 4 * k->n_steps) {
     int64_t* words = (int64_t*)malloc(sizeof(BatchForm) * size_t(k->n_steps));
@@ -162,7 +161,7 @@ bool has_batch_form(Kernel* k) {
   return k->batch;
 }
 
-// Whether launches on the current stream of `device` may be made by a copy and few launches: nobody records them.
+// Whether launches on the current stream of `device` may be batched: it is not being captured.
 bool may_batch(int32_t device) {
   void* stream = nullptr;
   int status = 0;
@@ -171,7 +170,7 @@ bool may_batch(int32_t device) {
   return free;
 }
 
-// Words of the tables of all steps for `n` sets of the arguments of `m`.
+// The words of the tables of all steps for `n` argument sets like that of `m`.
 int64_t table_words(const Member& m, int64_t n) {
   const int64_t* p = m.rest;
   int64_t words = 0;
@@ -183,8 +182,8 @@ int64_t table_words(const Member& m, int64_t n) {
   return words;
 }
 
-// Fills the tables, step after step: for each set the number of its first program, then each set's arguments. Leaves
-// the numbers of programs, and where each table begins, in `plan`. False if there are too many programs.
+// Fills the tables, step by step: for each set the number of its first program, then each set's arguments. Writes the
+// numbers of programs and the tables' offsets to `plan`. False if there are too many programs.
 bool fill_tables(const Batch& b, int64_t* table, int64_t (*plan)[2]) {
   const int64_t steps = b.members[0].k->n_steps;
   int64_t* to = table;
@@ -228,7 +227,8 @@ int launch_tables(const Batch& b, const int64_t (*plan)[2], int64_t* device_tabl
   return code;
 }
 
-// One copy and one launch for each step, for all members. False with a Python error. Their `rest` moves to the results.
+// One copy, and one launch for each step, for all members. False with a Python error. Their `rest` moves to the
+// results.
 bool run_gpu_batch(Calls& a) {
   Batch& b = a.batch;
   const Kernel* k = b.members[0].k;
@@ -249,15 +249,15 @@ bool run_gpu_batch(Calls& a) {
     if (!code) code = launch_tables(b, plan, (int64_t*)data, stream, s);
   }
   free(table);
-  torch.delete_tensor(made);  // torch's allocator gives it to nobody before this stream has come so far
+  torch.delete_tensor(made);  // torch's allocator does not reuse it before this stream has reached this point
   if (code) fail_launch(k, s ? s - 1 : 0, code, a.of(b.members[0].call));
   return !code;
 }
 
 bool flush_batch(Calls& a, ThreadState& ts);
 
-// Takes call `c`, for which `m.k` was found and whose stream goes on at `p`, into a batch for that kernel on that
-// device, if one may be made; a later round takes what does not go with the batch. False with a Python error.
+// Adds call `c`, with its kernel `m.k` and the rest `p` of its program, to a batch for that kernel on that device, if
+// possible; calls that do not fit the batch are left to a later round. False with a Python error.
 bool collect_on_gpu(Calls& a, Py_ssize_t c, Member& m, const int64_t* p, int32_t device, ThreadState& ts) {
   Batch& b = a.batch;
   if (b.n && (b.members[0].k != m.k || b.device != device)) {
@@ -273,7 +273,7 @@ bool collect_on_gpu(Calls& a, Py_ssize_t c, Member& m, const int64_t* p, int32_t
   return (b.n < kMembers && table_words(m, b.n + 1) <= kTableWords) || flush_batch(a, ts);
 }
 
-// Runs what was collected and keeps the results; the batch is empty then. False with a Python error.
+// Runs the collected calls and keeps their results; empties the batch. False with a Python error.
 bool flush_batch(Calls& a, ThreadState& ts) {
   Batch& b = a.batch;
   bool ok = !b.n || (b.members[0].k->library ? run_gpu_batch(a) : run_batch(b, ts));
@@ -291,14 +291,14 @@ bool flush_batch(Calls& a, ThreadState& ts) {
   return ok;
 }
 
-// Takes call `c` into the batch if a kernel takes it. False with a Python error.
+// Adds call `c` to the batch if a kernel accepts it. False with a Python error.
 bool collect(Calls& a, Py_ssize_t c, ThreadState& ts) {
   Batch& b = a.batch;
   int32_t device = -1;
   Member m = {};
   const int64_t* p = nullptr;
   if (!read_args(a.of(c), a.arity, a.args, device)) return true;
-  if (a.h->words > a.frame_words) return true;  // a kernel was added since; asked after what may run Python
+  if (a.h->words > a.frame_words) return true;  // a kernel was added; checked after code that may run Python
   m.k = find_kernel(a.h, a.args, a.arity, a.words + b.n * a.frame_words, m.f, p);
   if (!m.k) return true;
   if (m.k->library) return collect_on_gpu(a, c, m, p, device, ts);
@@ -320,14 +320,14 @@ bool collect(Calls& a, Py_ssize_t c, ThreadState& ts) {
   return (b.n < kMembers && b.temporary < kMembersTemporary) || flush_batch(a, ts);
 }
 
-// The calls in batches, then one by one what no kernel took. False with a Python error.
+// Runs the calls in batches, then those that no kernel accepted one by one. False with a Python error.
 bool run_calls(Calls& a, ThreadState& ts) {
   bool ok = true;
   for (Py_ssize_t c = 0; c < a.n; c++) a.states[c] = kUntried;
   if (a.h->n_kernels && context_is_plain(ts)) {
     for (Py_ssize_t c = 0; ok && c < a.n; c++) ok = collect(a, c, ts);
     if (ok) ok = flush_batch(a, ts);
-    for (bool again = true; ok && again;) {  // the calls of a GPU's other kernels, one kernel a round
+    for (bool again = true; ok && again;) {  // calls of the GPU's other kernels, one kernel per round
       again = false;
       for (Py_ssize_t c = 0; ok && c < a.n; c++) {
         if (a.states[c] != kLater) continue;
@@ -360,7 +360,7 @@ PyObject* handle_each(PyObject* self, PyObject* const* objects, Py_ssize_t n) {
   }
   Py_ssize_t calls = (n - 2) / arity, most = calls < kMembers ? calls : kMembers;
   bool keep = objects[1] == Py_True;
-  int64_t frame_words = h->words;  // read once: what follows may run Python, and another thread may add kernels
+  int64_t frame_words = h->words;  // read once: later code may run Python, and another thread may add kernels
   size_t words = size_t(frame_words) * size_t(most);
   char* memory = (char*)malloc(sizeof(Member) * most + sizeof(Arg) * arity + 8 * words + 4 * calls + 1);
   PyObject* out = keep ? PyTuple_New(calls) : nullptr;

@@ -1,11 +1,11 @@
-// A call of a handle: the kernel that takes it, else ATen for what is known to be refused, else Python.
+// A call of a handle: the kernel that accepts it, else ATen if it is known to be refused, else Python.
 #pragma once
 
 #include "gpu.h"
 
 namespace {
 
-// -- The handle, as Python sees it ------------------------------------------------------------------------------------
+// -- The handle as seen by Python -------------------------------------------------------------------------------------
 // A call with keywords, which `slow` puts in order.
 PyObject* call_named(Handle* h, PyObject* const* args, Py_ssize_t n, PyObject* names) {
   PyObject *tuple = PyTuple_New(n), *named = PyDict_New(), *code = PyLong_FromLong(0), *out = nullptr;
@@ -39,8 +39,8 @@ PyObject* call_slow(Handle* h, PyObject* const* args, Py_ssize_t n, int32_t stat
   return out;
 }
 
-// `device` becomes the number of the tensors' CUDA device, if they are on one. May run Python, but not after the first
-// tensor's sizes were read: they stay where they are until Python runs again.
+// `device` becomes the number of the tensors' CUDA device, if they have one. May run Python, but not after the sizes
+// of the first tensor were read: these pointers stay valid until Python runs again.
 bool read_args(PyObject* const* objects, Py_ssize_t n, Arg* args, int32_t& device) {
   bool grad = torch.grad_enabled();
   for (Py_ssize_t i = 0; torch.keys_offset < 0 && i < n; i++) {
@@ -56,11 +56,11 @@ bool read_args(PyObject* const* objects, Py_ssize_t n, Arg* args, int32_t& devic
   return !((devices ? devices : uint64_t(1) << kCPU) & disabled_devices);
 }
 
-// -- What ATen runs, without asking Python again ----------------------------------------------------------------------
+// -- Calls that ATen runs without asking Python again -----------------------------------------------------------------
 constexpr size_t kForm = 160;  // words of the longest form that is remembered
 
-// The form of a call; 0 if it is too long. With `exact` all of it that decides which kernels take it: the integers' values
-// and the alignment of memory, too.
+// The form of a call; 0 if it is too long. With `exact` it includes all that decides which kernels accept the call:
+// also the integers' values and the alignment of memory.
 size_t form_of(const Arg* args, Py_ssize_t n, int64_t* form, bool exact = false) {
   size_t w = 0;
   for (Py_ssize_t i = 0; i < n; i++) {
@@ -86,7 +86,7 @@ bool has_form(const Refusal* r, const int64_t* form, size_t words) {
   return r->words == words && !memcmp(r->form, form, words * sizeof(int64_t));
 }
 
-// What was refused in this form, the most recently used first; null if nothing was.
+// The refusal of this form, and moves it to the front; null if there is none.
 Refusal* find_form(Handle* h, const Arg* args, Py_ssize_t n) {
   int64_t form[kForm];
   size_t words = h->n_refusals ? form_of(args, n, form) : 0;
@@ -99,20 +99,20 @@ Refusal* find_form(Handle* h, const Arg* args, Py_ssize_t n) {
   return nullptr;
 }
 
-// The same; else what is refused in all; else null.
+// The refusal of this form; else the one of all calls; else null.
 Refusal* find_refusal(Handle* h, const Arg* args, Py_ssize_t n) {
   Refusal* found = find_form(h, args, n);
   return found ? found : h->all && n == h->arity ? h->all : nullptr;
 }
 
-// Whether this turn's kernel takes the call.
+// Whether this turn's kernel accepts the call.
 inline bool take_turn(const Turn& turn, const Arg* args, Py_ssize_t n, int64_t* words, Frame& f, const int64_t*& rest) {
   f = frame_of(turn.kernel, words);
   rest = match(turn.kernel, args, n, f);
   return rest && takes_magnitude(turn, args, n);
 }
 
-// Remembers which turn took the latest call. Without memory for it, turns are taken one after the other again.
+// Remembers which turn accepted the latest call. Without memory for that, turns are tried in order again.
 void remember_turn(Handle* h, Py_ssize_t turn, const int64_t* form, size_t words) {
   if (words && !h->latest) h->latest = (int64_t*)malloc(kForm * sizeof(int64_t));
   h->latest_words = h->latest ? words : 0;
@@ -120,8 +120,8 @@ void remember_turn(Handle* h, Py_ssize_t turn, const int64_t* form, size_t words
   if (h->latest_words) memcpy(h->latest, form, words * sizeof(int64_t));
 }
 
-// The first turn that takes the call; null if there is none, or if the call's form was refused before that turn came.
-// The latest call's is found at once if this call is like it in all that decides.
+// The kernel of the first turn that accepts the call; null if there is none, or if the call's form was refused before
+// that turn was added. If this call equals the latest one in all that decides, its turn is used at once.
 Kernel* find_kernel(Handle* h, const Arg* args, Py_ssize_t n, int64_t* words, Frame& f, const int64_t*& rest) {
   if (!h->n_turns) return nullptr;
   if (h->first_refusal > 0 || !h->refuses) {
@@ -165,7 +165,7 @@ bool are_usual(PyObject* const* objects, Py_ssize_t n) {
   return true;
 }
 
-// Memory for a number of items that is known late: a few are on the stack.
+// Memory for a number of items known only at run time: a few are on the stack.
 template <class T, size_t N>
 struct Room {
   T few[N], *at = few;
@@ -177,14 +177,14 @@ struct Room {
 
 PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, PyObject* names);
 
-// Has no later call run a kernel whose library is gone: another one, which is made for such calls then, takes them.
+// Excludes a kernel whose library is gone from later calls; these get another one, which is compiled then.
 void retire(Handle* h, const Kernel* k) {
   for (Py_ssize_t i = 0; i < h->n_turns; i++) {
     if (h->turns[i].kernel == k) h->turns[i].magnitudes = 0;
   }
 }
 
-// Begins a call anew, after Python ran, with a kernel's library held.
+// Repeats a call after Python ran, while the kernel's library is held.
 PyObject* call_again(Kernel* k, PyObject* self, PyObject* const* objects, size_t nargsf) {
   k->code->running++;
   PyObject* out = handle_call(self, objects, nargsf, nullptr);
@@ -210,7 +210,7 @@ PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, P
   Refusal* refusal = nullptr;
   int32_t device = -1;
   if (context_is_plain(ts) && read_args(objects, n, args.at, device)) {
-    // Kernels may have been added while Python ran: the handle is read from here on only.
+    // Kernels may have been added while Python ran: the handle is read only from here on.
     if (!words.take(size_t(h->words))) return PyErr_NoMemory();
     Frame f;
     const int64_t* rest;

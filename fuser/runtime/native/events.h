@@ -1,15 +1,15 @@
-// Kernels in the traces of profilers: an event of torch for each step, and a range of NVTX or ITT for each call.
+// Kernels in profilers' traces: a torch event for each step, and an NVTX or ITT range for each call.
 #pragma once
 
 #include "programs.h"
 
 namespace {
 
-constexpr unsigned kUnasked = 15;  // small calls of a thread between two questions for observers of the whole process
+constexpr unsigned kUnasked = 15;  // small calls of a thread between two checks for observers of the whole process
 
-// Whether somebody records what this thread runs. torch's profiler observes threads one by one: its list of a thread's
-// observers is read where it is. Observers of the whole process are behind a lock, 15 ns: calls that are `large` ask for
-// them, and each 16th of the others.
+// Whether this thread is observed. torch's profiler observes single threads: its list of a thread's observers is read
+// in place. Observers of the whole process are behind a lock, 15 ns: `large` calls check for them, and each 16th of
+// the others.
 inline bool is_watched(ThreadState& ts, bool large) {
   if (!ts.observers) {
     if (!torch.thread_observers) return false;
@@ -36,18 +36,18 @@ class Event {
   ~Event() { end(); }
 };
 
-// The name of entry `i`. Needs no GIL: names that the compiler of kernels gives are ASCII, whose text is in the object.
+// The name of entry `i`. Needs no GIL: names of kernels are ASCII, whose text is inside the object.
 inline const char* name_of(PyObject* names, int64_t i) {
   PyObject* name = names ? PyTuple_GET_ITEM(names, i) : nullptr;
   return name && PyUnicode_IS_COMPACT_ASCII(name) ? (const char*)PyUnicode_1BYTE_DATA(name) : nullptr;
 }
 
-// What `ranges` was given: functions of Python that open and close a range; null where nobody asked for ranges.
+// The functions given to `ranges`, which open and close a range; null if ranges are off.
 struct {
   PyObject *push, *pop;
 } ranges;
 
-// A range around one call of a kernel, named after its first step. Under the GIL; what fails in it counts for nothing.
+// A range around one call of a kernel, named after its first step. Under the GIL; errors in it are ignored.
 class Range {
   PyObject* pop = nullptr;
 

@@ -1,4 +1,4 @@
-// What the launcher uses of torch and of NVIDIA's driver: addresses and objects that `module_setup` was given.
+// torch and NVIDIA's driver as the launcher uses them: addresses and objects passed to `module_setup`.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -18,7 +18,7 @@
 
 namespace {
 
-// -- DLPack 1.x, as its specification lays it out ---------------------------------------------------------------------
+// -- DLPack 1.x, as in its specification ------------------------------------------------------------------------------
 struct DLTensor {
   char* data;
   int32_t device_type, device_id;
@@ -48,14 +48,14 @@ struct DLExchange {
 
 constexpr int32_t kCPU = 1, kCUDA = 2;
 constexpr int32_t kInt32 = 3, kInt64 = 4;  // torch's numbers of the dtypes
-constexpr int kLayout = 12;  // of the words that encode.py writes and of this module's functions: LAYOUT there; both change together
+constexpr int kLayout = 12;  // version of encode.py's words and of this module's functions: LAYOUT there; both change together
 
-// -- What `setup` was given -------------------------------------------------------------------------------------------
+// -- Objects passed to `setup` ----------------------------------------------------------------------------------------
 typedef void (*StepEntry)(char* const*, const int64_t*, const double*, int64_t, int64_t, char*, int32_t*);
 typedef PyObject* (*WrapTensor)(void* const& tensor);  // at::TensorBase const&: a reference to one pointer
 
-// at::detail::empty_strided_cuda as C++ sees it: c10::IntArrayRef, std::optional<c10::Device>, and at::TensorBase, which
-// has a destructor and comes back through memory of the caller's.
+// at::detail::empty_strided_cuda in C++: c10::IntArrayRef, std::optional<c10::Device>, and at::TensorBase, which has a
+// destructor and is returned through the caller's memory.
 struct IntArrayRef {
   const int64_t* data;
   size_t size;
@@ -78,20 +78,20 @@ struct Observers {  // at::RecordFunctionTLS, which begins with a std::vector
 struct {
   PyTypeObject *tensor, *parameter;
   DLExchange* dlpack;
-  // Where a tensor object keeps its TensorImpl, and that its dispatch keys; -1: ask `plain_tensor`.
+  // Offsets of the TensorImpl pointer in a tensor object, and of the dispatch keys in it; -1: call `plain_tensor`.
   int64_t impl_offset, keys_offset;
   uint64_t plain_keys[8];
   int n_plain_keys;
   bool (*impl_requires_grad)(const char* impl);  // null: Tensor.requires_grad's own getter
   getter requires_grad, version;
   void *requires_grad_closure, *version_closure;
-  // The thread's dispatch keys, as differences from the default; no library: ask `plain_context`.
+  // The thread's dispatch keys, as differences from the default; without library: call `plain_context`.
   void* c10_library;
   uint64_t harmless_included, harmful_excluded;
   bool (*grad_enabled)();
   bool (*function_mode)();
   int (*empty_strided)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**);
-  EmptyStridedCuda empty_strided_cuda;  // 0.3 µs less than the shim's, which asks the dispatcher; null: that one
+  EmptyStridedCuda empty_strided_cuda;  // 0.3 µs faster than the shim's, which uses the dispatcher; null: the shim's
   int (*delete_tensor)(void*);
   int (*data_ptr)(void*, void**);
   WrapTensor wrap;
@@ -105,17 +105,17 @@ struct {
   int (*storage_size)(void*, int64_t*);  // bytes
   int (*another)(void*, void**);  // one more handle of the same tensor
   int (*reinterpret)(void*, int64_t, const int64_t*, const int64_t*, int64_t more_offset, void**);
-  // Flash attention: query, key, value, dropout, whether causal, mask, scale; results and logsumexp. Null: by Python.
+  // Flash attention: query, key, value, dropout, causal, mask, scale; results and logsumexp. Null: Python calls it.
   int (*cpu_attention)(void*, void*, void*, double, int32_t, void**, double*, void**, void**);
   void (*fail)(const char* function, const char* file, uint32_t line, const char* message);  // throws a c10::Error
-  uint32_t dtype_words[64];       // DLPack's dtypes by torch's numbers; 0 where there is none
+  uint32_t dtype_words[64];       // DLPack's dtypes by torch's numbers; 0 if there is none
   int (*num_threads)();
   void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
   void (*gomp_barrier)();
   int (*omp_thread_num)();
   int (*omp_num_threads)();
   int (*omp_in_parallel)();
-  // Observers of operators; all of them, or none. `thread_observers`: where this thread's list of them is, a std::vector.
+  // Observers of operators; all of them, or none. `thread_observers` gives this thread's list, a std::vector.
   const Observers* (*thread_observers)();
   bool (*process_observers)();
   int (*record_start)(const char* name, void* options, const void* inputs, uint64_t n_inputs, void** record);
@@ -124,7 +124,7 @@ struct {
   PyObject *settings, *limit_name, *idle_name, *library_limit_name, *quick_name;  // config's values by name; null: the pool's own limits
 } torch;
 
-// NVIDIA's driver, as far as a launch needs it; found by the first GPU kernel's library.
+// NVIDIA's driver, as far as launches need it; set by the first GPU kernel's library.
 struct LaunchConfig {  // CUlaunchConfig
   unsigned grid[3], block[3], shared;
   void *stream, *attributes;
@@ -132,7 +132,7 @@ struct LaunchConfig {  // CUlaunchConfig
 };
 
 struct {
-  // cuLaunchKernelEx, which takes 0.1 µs less than cuLaunchKernel.
+  // cuLaunchKernelEx, which is 0.1 µs faster than cuLaunchKernel.
   int (*launch)(const LaunchConfig* config, void* kernel, void** params, void** extra);
   int (*current_device)(int* device);
   int (*retain)(void** context, int device);

@@ -7,7 +7,7 @@ namespace {
 
 enum Param { POINTER, NUMBER4, NUMBER8, REAL, NOTHING };
 
-// Makes `device`'s context current for a while, where it is not.
+// Makes `device`'s context current in its scope, if it is not.
 struct OnDevice {
   int device, code = 0;
   bool pushed = false;
@@ -27,7 +27,7 @@ struct OnDevice {
   }
 };
 
-// A step's words, which begin at `p` and which `p` moves past.
+// A step's words, which start at `p`; `p` moves past them.
 struct GpuStep {
   int64_t units, threads, shared, n;
   const int64_t* params;
@@ -61,7 +61,7 @@ int launch_kernel(StepEntry entry, int64_t units, int64_t threads, int64_t share
   return cuda.launch(&config, (void*)entry, pointers, nullptr);
 }
 
-// The launch of step `s`, whose words begin at `p`; the driver's error code. `p` moves past them.
+// Launches step `s`, whose words start at `p`; returns the driver's error code. `p` moves past them.
 int launch_step(const Kernel* k, int64_t s, const int64_t*& p, const Frame& f, void* stream) {
   int64_t few_values[64], *values = few_values;
   void *few_pointers[64], **pointers = few_pointers, *more = nullptr;
@@ -99,7 +99,7 @@ int current_stream(int32_t device, void** stream) {
   return device < 0 ? 0 : torch.dlpack->current_stream(kCUDA, device, stream);
 }
 
-// Zeros that kernels count in and leave zero: of each stream its own, since its kernels run one after the other.
+// Zeros that kernels count in and leave zero. Each stream has its own, since its kernels run in order.
 struct Counters {
   int32_t device;
   void *stream, *data;
@@ -122,12 +122,12 @@ Counters* counters_of(int32_t device, void* stream) {
     free(c);
     return nullptr;
   }
-  c->next = all_counters;  // read now: others may have been added while torch allocated
-  return all_counters = c;  // and the tensor stays
+  c->next = all_counters;  // read again: others may have been added while torch allocated
+  return all_counters = c;  // and the tensor is kept
 }
 
-// Buffer `i`, of `count` counters. `taken` of its stream's are in use by calls that will run beside this one. What is
-// being recorded may run beside anything: it has its own, which it sets to zero each time. False with a Python error.
+// Buffer `i`, of `count` counters. `taken` counters of its stream are in use by calls that will run beside this one. A
+// captured graph may run beside anything: it has its own, which it zeroes each time. False with a Python error.
 bool take_counters(const Kernel* k, const Frame& f, int64_t i, int64_t n_inputs, int64_t count, int32_t device,
                    int64_t& taken) {
   void* stream = nullptr;
@@ -148,8 +148,8 @@ bool take_counters(const Kernel* k, const Frame& f, int64_t i, int64_t n_inputs,
   return !code;
 }
 
-// Outputs and temporaries from torch's allocator. `p`, the stream after the guards, moves to the steps. False with a
-// Python error set and what was made dropped. `taken`: counters in use (see `take_counters`).
+// Allocates outputs and temporaries from torch's allocator. `p`, the program after the guards, moves to the steps.
+// False with a Python error set and the buffers dropped. `taken`: counters in use (see `take_counters`).
 bool allocate_on_gpu(const Kernel* k, const int64_t*& p, const Frame& f, int32_t device, int64_t& taken) {
   int64_t n_buffers = *p++, inputs = k->n_pointers - n_buffers, *dims = f.dims;
   if (n_buffers) memset(f.outputs, 0, sizeof(uintptr_t) * n_buffers);
@@ -170,9 +170,9 @@ bool allocate_on_gpu(const Kernel* k, const int64_t*& p, const Frame& f, int32_t
   return true;
 }
 
-// Allocates and launches on the current stream. `p`, the stream after the guards, moves to the results, which the caller
-// takes before it drops the outputs. False with the outputs dropped and a Python error, or with the driver's `code`.
-// `s`: the steps begun.
+// Allocates and launches on the current stream. `p`, the program after the guards, moves to the results, which the
+// caller takes before it drops the outputs. False with the outputs dropped and a Python error, or with the driver's
+// `code`. `s`: the number of steps launched.
 bool execute_on_gpu(const Kernel* k, const int64_t*& p, const Frame& f, int32_t device, int64_t& s, int& code) {
   Range range(k->names);
   int64_t taken = 0;
@@ -193,7 +193,7 @@ bool execute_on_gpu(const Kernel* k, const int64_t*& p, const Frame& f, int32_t 
   return !code;
 }
 
-// Launches on the current stream and wraps. Null with a Python error.
+// Launches on the current stream and wraps the results. Null with a Python error.
 PyObject* run_on_gpu(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, int32_t device) {
   int64_t s = 0;
   int code = 0;

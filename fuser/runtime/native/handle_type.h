@@ -1,11 +1,11 @@
-// `Handle` as a Python type: kernels and refusals added, counters read, memory given back.
+// `Handle` as a Python type: adds kernels and refusals, reads counters, frees memory.
 #pragma once
 
 #include "batch.h"
 
 namespace {
 
-// Gives a kernel a turn for those of `magnitudes` for which it has none; false if there is no memory. The latest turn is
+// Gives a kernel a turn for those `magnitudes` for which it has none; false if memory is lacking. The latest turn is
 // widened if it is the kernel's and nothing was refused since.
 bool add_turn(Handle* h, Kernel* k, uint64_t magnitudes) {
   for (Py_ssize_t i = 0; i < h->n_turns; i++) {
@@ -152,7 +152,7 @@ bool add_refusal(Handle* h, Refusal* r) {
   return true;
 }
 
-// Counts the refusals of forms anew, after one came or went.
+// Recomputes the data about refused forms after one was added or removed.
 void order_refusals(Handle* h) {
   h->refuses = false;
   h->latest_words = 0;
@@ -165,7 +165,7 @@ void order_refusals(Handle* h) {
   }
 }
 
-// The form of a call with these arguments; false if kernels would not be asked about it, or it is known already.
+// The form of a call with these arguments; false if kernels would not be tried for it, or it is already refused.
 bool read_form(Handle* h, PyObject* example, int64_t* form, size_t& words) {
   Py_ssize_t n = PyTuple_GET_SIZE(example);
   Arg* args = (Arg*)malloc(sizeof(Arg) * size_t(n + 1));
@@ -208,7 +208,7 @@ PyObject* handle_refuse(PyObject* self, PyObject* arguments) {
   Py_RETURN_TRUE;
 }
 
-// The records stay, since a call may be using one, and with them how often they were met; none has a form of no words.
+// The records stay with their counts, since a call may be using one; a record of no words has no form.
 PyObject* handle_pardon(PyObject* self, PyObject* reason) {
   Handle* h = (Handle*)self;
   for (Py_ssize_t i = 0; i < h->n_refusals; i++) {
@@ -265,7 +265,7 @@ void free_refusals(Handle* h) {
 int handle_clear(PyObject* self) {
   Handle* h = (Handle*)self;
   PyObject* slow = h->slow;
-  Py_INCREF(Py_None);  // a call while the cycle is being taken apart finds something to call
+  Py_INCREF(Py_None);  // a call while the cycle is being cleared finds an object to call
   h->slow = Py_None;
   Py_XDECREF(slow);
   free_refusals(h);
@@ -310,7 +310,7 @@ PyObject* handle_refused(PyObject* self, void*) {
   return out;
 }
 
-// For each kernel: the slots of the last call that a profiler watched, and whether earlier ones had others; or None.
+// For each kernel: the slots of the last observed call, and whether earlier ones had others; or None.
 PyObject* handle_seen(PyObject* self, void*) {
   Handle* h = (Handle*)self;
   Py_ssize_t count = h->n_kernels;
@@ -335,7 +335,7 @@ PyObject* handle_forget(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// A module that holds a handle can be copied: copies share it.
+// A module that holds a handle can be copied: copies share the handle.
 PyObject* handle_copy(PyObject* self, PyObject*) {
   Py_INCREF(self);
   return self;

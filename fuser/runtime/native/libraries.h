@@ -5,15 +5,15 @@
 
 namespace {
 
-// Every field is read and written under the GIL. A library is unloaded only while `running` is 0: each call counts
-// itself there from the moment its kernel is found until its last step has ended. The kernel itself cannot go away
-// meanwhile, since it belongs to the handle that is being called.
+// All fields are accessed under the GIL. A library is unloaded only while `running` is 0: each call counts itself
+// there from finding its kernel until the end of its last step. The kernel itself stays, since it belongs to the
+// handle that is being called.
 struct Library {
   Library* next;
   void* handle;          // dlopen's; null while it is unloaded
   int64_t users;         // kernels that have an entry in it
   int64_t running;       // calls that are in it, or about to be
-  uint64_t used, loads;  // when it was called last; counts loads and unloads: a kernel's entries are of one of them
+  uint64_t used, loads;  // time of the last call; number of loads and unloads: a kernel's entries belong to one of them
   char path[1];
 } *all_libraries;
 
@@ -28,7 +28,7 @@ void unload_library(Library* l) {
   loaded_libraries--;
 }
 
-// Unloads those that were called longest ago while there are more than `limit`. Calls in progress keep theirs.
+// Unloads the least recently called libraries while there are more than `limit`, except those of running calls.
 void make_room(int64_t limit) {
   while (loaded_libraries > limit) {
     Library* oldest = nullptr;
@@ -48,7 +48,7 @@ int64_t library_limit() {
   return INT64_MAX;
 }
 
-// Whether it is loaded now; if not, `dlerror` says why.
+// Whether the library is loaded now; if not, `dlerror` says why.
 bool load_library(Library* l) {
   l->used = ++library_calls;
   if (l->handle) return true;
@@ -60,7 +60,7 @@ bool load_library(Library* l) {
   return true;
 }
 
-// The record of the library at `path`, with one more user; null if there is no memory.
+// The record of the library at `path`, with one more user; null if memory is lacking.
 Library* take_library(const char* path) {
   for (Library* l = all_libraries; l; l = l->next) {
     if (strcmp(l->path, path)) continue;

@@ -1,4 +1,4 @@
-// Kernels and handles as records; a call's arguments read and compared with what a kernel was made for.
+// Records of kernels and handles; a call's arguments are read and compared with a kernel's patterns.
 #pragma once
 
 #include "libraries.h"
@@ -9,29 +9,29 @@ struct Kernel {
   int64_t n_inputs, n_slots, n_floats, n_buffers, n_steps, n_pointers, n_dims, depth, words;
   uint64_t hits;
   StepEntry* entries;  // of a GPU kernel: the driver's handles
-  PyObject* dtypes;    // of the buffers, for the stand-in that allocates through Python
-  PyObject* library;   // of a GPU kernel: what its handles come from, and what explains failures
-  Library* code;       // of a CPU kernel: where its entries are
+  PyObject* dtypes;    // of the buffers, for allocation through Python
+  PyObject* library;   // of a GPU kernel: it owns the driver's handles and explains failures
+  Library* code;       // of a CPU kernel: the library of its entries
   PyObject* names;     // of these entries
-  uint64_t loaded;     // the load of `code` that `entries` are of
+  uint64_t loaded;     // the load of `code` to which `entries` belong
   int64_t* batch;      // of a GPU kernel, for each step: its form for many argument sets (see BatchForm); null: not asked
   bool no_batch;       // there is none
-  mutable int64_t* seen;  // slots of the last call that a profiler watched; null: it watched none
-  mutable bool varied;    // earlier ones had others
+  mutable int64_t* seen;  // slots of the last observed call; null: none was observed
+  mutable bool varied;    // earlier ones had other slots
   int64_t stream[1];
 };
 
-// Calls that a kernel takes from now on, unless an earlier turn takes them.
+// Calls that a kernel accepts from this point on, unless an earlier turn accepts them.
 struct Turn {
   Kernel* kernel;
-  uint64_t magnitudes;  // bit b: calls whose largest tensor has a number of elements of b binary digits
+  uint64_t magnitudes;  // bit b: calls whose largest tensor has an element count of b binary digits
 };
 
-// Calls that are left to ATen: of one form (dtypes, sizes and strides of the tensors, kinds of the numbers), or all.
+// Calls that run on ATen: of one form (dtypes, sizes and strides of the tensors, kinds of the numbers), or all.
 struct Refusal {
   PyObject *function, *reason;
   uint64_t calls;
-  Py_ssize_t turn;  // turns before this one go before it
+  Py_ssize_t turn;  // turns before this one take precedence over it
   size_t words;
   int64_t form[1];
 };
@@ -41,16 +41,16 @@ struct Handle {
   vectorcallfunc vectorcall;
   PyObject *slow, *weakrefs;
   Kernel** kernels;
-  Turn* turns;  // in the order in which they were given: equal calls run equal code, whatever comes between them
+  Turn* turns;  // in the order in which they were added: equal calls run equal code, whatever runs between them
   Py_ssize_t n_kernels, n_turns;
-  int64_t* latest;  // the latest call that a turn behind the first took: see `find_kernel`; null: there was none
+  int64_t* latest;  // the latest call that a turn after the first accepted: see `find_kernel`; null: none
   size_t latest_words;
   Py_ssize_t latest_turn;
-  Refusal **refusals, *all;  // `all`: every call of `arity` arguments that no kernel takes
+  Refusal **refusals, *all;  // `all`: every call of `arity` arguments that no kernel accepts
   Py_ssize_t n_refusals, last_refusal, arity;
-  bool refuses;                         // forms, not all calls alone
-  Py_ssize_t first_refusal, new_refusal;  // the turns of the earliest and of the latest one
-  int64_t words;  // scratch words that the hungriest kernel needs for a call
+  bool refuses;                         // some forms, not only all calls
+  Py_ssize_t first_refusal, new_refusal;  // the turns of the earliest and of the latest refusal
+  int64_t words;  // the most scratch words that a kernel needs for a call
   unsigned long long hits, misses;
 };
 
@@ -84,7 +84,7 @@ Frame frame_of(const Kernel* k, int64_t* w) {
   return f;
 }
 
-// Keeps the sizes of a call that a profiler watches.
+// Keeps the sizes of an observed call.
 void remember(const Kernel* k, const Frame& f) {
   size_t bytes = sizeof(int64_t) * size_t(k->n_slots);
   if (k->seen && memcmp(k->seen, f.slots, bytes)) k->varied = true;
@@ -102,8 +102,8 @@ bool truth(PyObject* answer) {  // steals; an error counts as no
   return yes;
 }
 
-// The addresses of a kernel's entries in its library, which is loaded if it is not. False, with no Python error unless
-// `explain`, if that cannot be.
+// Looks up a kernel's entries in its library, which is loaded if needed. False if that fails, with a Python error only
+// if `explain`.
 bool load_entries(Kernel* k, bool explain) {
   Library* l = k->code;
   if (!load_library(l)) {
@@ -122,15 +122,15 @@ bool load_entries(Kernel* k, bool explain) {
   return true;
 }
 
-// Loads the library of a kernel again, from a file that is checked first. Runs Python, and so other threads: one that
-// has loaded it meanwhile may be running its entries, which are not written then.
+// Loads the library of a kernel again, from a file that is checked first. This runs Python, and so other threads: if
+// one has loaded the library, it may be running its entries, which are then not overwritten.
 bool reload(Kernel* k) {
   Library* l = k->code;
   if (!l->handle && !truth(PyObject_CallFunction(torch.py_is_whole, "s", l->path))) return false;
   return (l->handle && k->loaded == l->loads) || load_entries(k, false);
 }
 
-// Begins a call of a kernel: its library stays until `end_call`. False if it is not loaded.
+// Starts a call of a kernel: its library stays loaded until `end_call`. False if it is not loaded.
 inline bool begin_call(Kernel* k) {
   Library* l = k->code;
   if (!l) return true;
@@ -144,7 +144,7 @@ inline void end_call(Kernel* k) {
   if (k->code) k->code->running--;
 }
 
-// Whether no mode, transform, autocast or forward derivative is at work in this thread.
+// Whether no mode, transform, autocast or forward-mode AD is active in this thread.
 bool context_is_plain(ThreadState& ts) {
   if (ts.enabled ? ts.enabled < 0 : switched_off) return false;
   if (torch.c10_library && torch.function_mode) {
@@ -176,7 +176,7 @@ bool has_plain_keys(const char* impl) {
   return false;
 }
 
-// Where a TensorImpl can be read and asked without Python.
+// For a TensorImpl that can be read without Python.
 bool impl_is_plain(const char* impl, bool grad) { return !(grad && torch.impl_requires_grad(impl)) && has_plain_keys(impl); }
 
 bool tensor_is_plain(PyObject* o, bool grad) {
@@ -188,12 +188,12 @@ bool tensor_is_plain(PyObject* o, bool grad) {
   return has_plain_keys(impl);
 }
 
-// A Python object's tensor as the shim sees it: a reference to its TensorImpl.
+// A Python object's tensor in the form of the shim: a reference to its TensorImpl.
 inline void* handle_in(PyObject* o) { return (char*)o + torch.impl_offset; }
 
 bool is_tensor(PyObject* o) { return Py_TYPE(o) == torch.tensor || Py_TYPE(o) == torch.parameter; }
 
-// Never runs Python: where that is needed to tell whether tensors are plain, the caller did so.
+// Never runs Python: if that is needed to decide whether tensors are plain, the caller has done so.
 bool read_arg(PyObject* o, bool grad, Arg& a, uint64_t& devices) {
   PyTypeObject* type = Py_TYPE(o);
   if (is_tensor(o)) {
@@ -245,7 +245,7 @@ bool match_tensor(const DLTensor& t, const int64_t*& p, const Frame& f) {
   return true;
 }
 
-// The binary digits of the number of elements of the largest tensor; 0 where there is none.
+// The number of binary digits in the element count of the largest tensor; 0 without tensors.
 int magnitude_of(const Arg* args, Py_ssize_t n) {
   uint64_t most = 0;
   for (Py_ssize_t i = 0; i < n; i++) {
@@ -257,12 +257,12 @@ int magnitude_of(const Arg* args, Py_ssize_t n) {
   return most ? 64 - __builtin_clzll(most) : 0;
 }
 
-// Whether a turn is for calls of this magnitude: for all, unless its kernel is on trial for some.
+// Whether a turn accepts calls of this magnitude: any, unless its kernel is on trial for some.
 bool takes_magnitude(const Turn& turn, const Arg* args, Py_ssize_t n) {
   return !~turn.magnitudes || turn.magnitudes >> (magnitude_of(args, n) & 63) & 1;
 }
 
-// Whether `k` takes these arguments. Leaves the slots bound and returns the stream's rest, or null.
+// Matches `k` with these arguments. Returns the rest of the program with the slots bound, or null.
 const int64_t* match(const Kernel* k, const Arg* args, Py_ssize_t n, const Frame& f) {
   if (k->n_inputs != n) return nullptr;
   const int64_t* p = k->stream;

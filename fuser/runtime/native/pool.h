@@ -1,4 +1,4 @@
-// Memory of temporaries: blocks that stay warm between calls, shared by all threads, bounded in bytes and in time.
+// Memory of temporaries: blocks that stay warm between calls, shared by all threads, bounded in size and time.
 #pragma once
 
 #include "given.h"
@@ -6,8 +6,8 @@
 namespace {
 
 constexpr size_t kHuge = size_t(2) << 20;
-constexpr size_t kPoolMin = size_t(256) << 10;  // below this a thread's own arena does
-constexpr size_t kAdvise = size_t(4) << 20;     // fresh outputs from here on are asked onto huge pages
+constexpr size_t kPoolMin = size_t(256) << 10;  // smaller sizes come from a thread's own arena
+constexpr size_t kAdvise = size_t(4) << 20;     // larger fresh outputs are advised to use huge pages
 constexpr size_t kWarm = size_t(4) << 20;       // and come from storages that are kept warm (warm.py)
 
 struct Block {
@@ -34,7 +34,7 @@ int64_t now_ns() {
   return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
 }
 
-// Four classes to an octave, so that sizes which differ a little do not each need a block of their own.
+// Four classes per octave, so that slightly different sizes share blocks.
 size_t size_class(size_t n) {
   size_t step = size_t(1) << (63 - __builtin_clzll(n | 1));
   step = step > 16384 ? step / 4 : 4096;
@@ -67,8 +67,8 @@ void pool_unlink(Block* b) {  // under the lock
   pool.idle_blocks--;
 }
 
-// The smallest idle block that is large enough; else a new one, in the place of the largest idle one: temporaries come
-// one kernel at a time, so that one block of the largest size serves them all.
+// The smallest idle block that is large enough; else a new one in place of the largest idle one: temporaries are
+// needed one kernel at a time, so that one block of the largest size serves all.
 Block* pool_take(size_t bytes) {
   size_t size = size_class(bytes < 4096 ? 4096 : bytes);
   Block *found = nullptr, *largest = nullptr;
@@ -105,7 +105,7 @@ Block* pool_take(size_t bytes) {
   return nullptr;
 }
 
-// Unlinks every idle block that is older than `before`, and the oldest while more than `limit` bytes are idle.
+// Unlinks every idle block that is idle since before `before`, and the oldest while more than `limit` bytes are idle.
 Block* pool_collect(int64_t before, size_t limit) {  // under the lock
   Block* out = nullptr;
   while (pool.oldest && (pool.idle_bytes > limit || pool.oldest->idle_since < before)) {
@@ -129,7 +129,7 @@ size_t free_chain(Block* b) {
   return bytes;
 }
 
-// Runs only while blocks are idle, and ends by itself when none is left.
+// Runs only while there are idle blocks, and ends by itself when there are none.
 void* trimmer_main(void*) {
   pthread_mutex_lock(&pool.lock);
   while (pool.oldest) {
@@ -198,7 +198,7 @@ void after_fork_child() {
   pool.trimmer = false;
 }
 
-// Takes over `config`'s limits where they have changed. Under the GIL, before the pool is used.
+// Reads the limits of `config` again. Under the GIL, before the pool is used.
 void pool_follow_settings() {
   PyObject* limit = torch.settings ? PyDict_GetItemWithError(torch.settings, torch.limit_name) : nullptr;
   PyObject* idle = torch.settings ? PyDict_GetItemWithError(torch.settings, torch.idle_name) : nullptr;

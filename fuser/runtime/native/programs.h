@@ -1,14 +1,14 @@
-// What one thread keeps between calls, and the evaluation of sizes: polynomials as programs of int64 words.
+// State that a thread keeps between calls, and the evaluation of sizes: polynomials as programs of int64 words.
 #pragma once
 
 #include "pool.h"
 
 namespace {
 
-// -- What a thread keeps ----------------------------------------------------------------------------------------------
+// -- State of a thread ------------------------------------------------------------------------------------------------
 struct ThreadState {
   const uint64_t* dispatch_keys;  // torch's own thread-local pair: included, excluded
-  char* arena;                    // small temporaries and scratch; one launch at a time uses it
+  char* arena;                    // small temporaries and scratch; one launch uses it at a time
   size_t arena_size;
   const Observers* observers;  // torch's list for this thread (see events.h)
   unsigned unasked;
@@ -31,7 +31,7 @@ char* arena(ThreadState& ts, size_t bytes) {
 
 // -- Programs: see sizes.program --------------------------------------------------------------------------------------
 enum Op { PUSH, SLOT, ADD, MUL, FLOORDIV, MOD, MIN, MAX, EQ, NE, LT, LE };
-enum Item { CONST, LOAD, CODE, BIND };         // how one number is found, or that it is stored
+enum Item { CONST, LOAD, CODE, BIND };         // how a number is given, or that it is stored
 enum Source { FROM_BUFFER, FROM_INPUT, FROM_RESULT };
 
 inline int64_t wrap_add(int64_t a, int64_t b) { return int64_t(uint64_t(a) + uint64_t(b)); }
@@ -76,7 +76,7 @@ int64_t run_ops(const int64_t* op, const int64_t* end, const int64_t* slots, int
   return top[-1];
 }
 
-// The number that the item at `p` stands for; `p` moves past it.
+// The value of the item at `p`; `p` moves past it.
 inline int64_t value(const int64_t*& p, const int64_t* slots, int64_t* stack) {
   int64_t tag = *p++, v = *p++;
   if (tag == CONST) return v;

@@ -1,4 +1,4 @@
-// One run of a kernel on the CPU: outputs and temporaries allocated, its steps run by one thread or by all.
+// One run of a kernel on the CPU: outputs and temporaries are allocated, steps run in one or in all threads.
 #pragma once
 
 #include "warm.h"
@@ -36,13 +36,13 @@ void drop_outputs(const Frame& f, int64_t n_buffers) {
   }
 }
 
-constexpr size_t kAsked = 4 * kHuge;      // bytes asked for at a time
+constexpr size_t kAsked = 4 * kHuge;      // bytes advised at a time
 constexpr int64_t kSlowHuge = 1000000;  // ns; to zero a huge page takes 0.2, all faults of small ones in its place 0.5
 
-// Asks for huge pages, and takes the first of every four at once to see what they cost: a virtual machine that tells its
-// host of free huge pages has to wait for the host when it wants one back, ten times as long as for zeroing it, and
-// there small pages, which it keeps, are faster. After a page that took longer than `slow` ns the rest stays as it is.
-// What lies at `data` is not initialised yet: a byte of each page taken is written. The number of bytes asked for.
+// Advises huge pages, and touches the first of every four at once to measure them. A virtual machine that returns free
+// huge pages to its host waits for the host when it needs one again, ten times as long as for zeroing it; there small
+// pages, which it keeps, are faster. After a page that took longer than `slow` ns, the rest is not advised. Memory at
+// `data` is uninitialised: a byte of each touched page is written. Returns the number of bytes advised.
 size_t advise_huge(char* data, size_t bytes, int64_t slow) {
   size_t asked = 0;
 #ifdef MADV_HUGEPAGE
@@ -63,7 +63,7 @@ size_t advise_huge(char* data, size_t bytes, int64_t slow) {
   return asked;
 }
 
-// A handle of torch's shim for new memory on a CUDA device; null, without an error, if there is none.
+// A handle of torch's shim for new memory on a CUDA device; null, without an error, on failure.
 void* empty_on_gpu(int64_t n, const int64_t* sizes, const int64_t* strides, int32_t scalar, int32_t device) {
   void** handle = (void**)operator new(sizeof(void*), std::nothrow);
   if (!handle) return nullptr;
@@ -77,7 +77,7 @@ void* empty_on_gpu(int64_t n, const int64_t* sizes, const int64_t* strides, int3
   }
 }
 
-// The shim's handle of a new tensor; false, without a Python error, if there is none.
+// The shim's handle of a new tensor; false, without a Python error, on failure.
 bool make_empty(int64_t n, const int64_t* sizes, const int64_t* strides, int32_t scalar, int32_t device, void** made) {
   if (device >= 0 && torch.empty_strided_cuda) *made = empty_on_gpu(n, sizes, strides, scalar, device);
   if (*made) return true;
@@ -102,7 +102,7 @@ bool allocate_output(const Kernel* k, const Frame& f, int64_t i, int64_t n_input
   if (!large && torch.wrap && scalar >= 0 && make_empty(n, sizes, strides, scalar, device, &made)) {
     torch.data_ptr(made, &data);
     f.outputs[i] = (uintptr_t)made;
-  } else {  // through Python, which also has the right exception for what went wrong above
+  } else {  // through Python, which also raises the right exception for a failure above
     PyObject* function = large ? torch.py_warm : torch.py_empty_strided;
     PyObject* o = allocate_in_python(function, sizes, strides, n, PyTuple_GET_ITEM(k->dtypes, i), device);
     DLTensor t;
@@ -118,7 +118,7 @@ bool allocate_output(const Kernel* k, const Frame& f, int64_t i, int64_t n_input
 
 // -- Steps ------------------------------------------------------------------------------------------------------------
 constexpr int64_t kParallelWork = 32768;  // element operations that are worth one more thread
-constexpr int64_t kReleaseWork = 32768;   // and those that are worth letting other Python threads run
+constexpr int64_t kReleaseWork = 32768;   // and those that are worth releasing the GIL
 
 struct Launch {
   const Kernel* k;
@@ -127,7 +127,7 @@ struct Launch {
   size_t scratch_size;
   int32_t status;
   bool watched;
-  Event event;  // of the step that the calling thread is at
+  Event event;  // of the calling thread's current step
 };
 
 int64_t thread_count(int64_t units, int64_t work) {
@@ -137,7 +137,7 @@ int64_t thread_count(int64_t units, int64_t work) {
   return n < units ? n : units;
 }
 
-// Thread `i`'s part of step `s`, split over `n` threads.
+// Thread `i` of `n` runs its part of step `s`.
 void run_part(Launch* l, int64_t s, int64_t i, int64_t n) {
   const Frame* f = l->f;
   int64_t units = f->steps[3 * s], part = units / n, rest = units % n;
@@ -148,8 +148,9 @@ void run_part(Launch* l, int64_t s, int64_t i, int64_t n) {
   if (status) __atomic_store_n(&l->status, status, __ATOMIC_RELAXED);
 }
 
-// Opens a parallel region of as many threads as torch's own have. A region of fewer ends the others (libgomp keeps no
-// idle threads beyond the last team), and the next library call starts them anew, at 10 to 20 microseconds each.
+// Opens a parallel region with as many threads as torch's own. A region with fewer threads ends the others (libgomp
+// keeps no idle threads beyond the last team), and the next library call starts them again, at 10 to 20 microseconds
+// each.
 void open_region(void (*body)(void*), void* data) { torch.gomp_parallel(body, data, unsigned(torch.num_threads()), 0); }
 
 // All steps in one parallel region: a barrier between two steps costs half of leaving and entering a region.
@@ -157,7 +158,7 @@ void parallel_body(void* p) {
   Launch* l = (Launch*)p;
   int64_t team = torch.omp_num_threads(), i = torch.omp_thread_num();
   for (int64_t s = 0; s < l->k->n_steps; s++) {
-    if (s) torch.gomp_barrier();  // by every thread, whatever the status: it may change while others are still waiting
+    if (s) torch.gomp_barrier();  // by every thread, whatever the status: it may change while others still wait
     if (l->watched && !i) l->event.begin(name_of(l->k->names, s));
     int64_t n = l->f->steps[3 * s + 2];
     if (n > team) n = team;
@@ -193,7 +194,7 @@ PyObject* wrap_output(uintptr_t made) {
   return o;
 }
 
-// One result: an output buffer, the very object of an argument, or an earlier result once more.
+// One result: an output buffer, an argument itself, or an earlier result again.
 PyObject* take_result(const int64_t*& p, const Frame& f, PyObject* const* args, PyObject* earlier) {
   int64_t source = *p++, i = *p++;
   if (source == FROM_BUFFER) {
@@ -218,13 +219,13 @@ PyObject* results(const int64_t* p, const Frame& f, PyObject* const* args) {
   return out;
 }
 
-// What the steps of one call need beside its outputs. Bytes; `scratch` is each thread's.
+// The requirements of one call's steps beside its outputs, in bytes; `scratch` is for each thread.
 struct Needs {
   size_t temporary, scratch;
   int64_t work, threads;
 };
 
-// Allocates outputs and sizes the steps. `p`, the stream after the guards, moves to the results. False with a Python
+// Allocates outputs and sizes the steps. `p`, the program after the guards, moves to the results. False with a Python
 // error set and the outputs dropped.
 inline bool prepare(const Kernel* k, const int64_t*& p, const Frame& f, Needs& need) {
   int64_t n_buffers = *p++, inputs = k->n_pointers - n_buffers, *dims = f.dims;
@@ -273,7 +274,7 @@ struct Memory {
   }
 };
 
-// Its address; null if there is none, where a Python error may be set.
+// Its address; null on failure, where a Python error may be set.
 inline char* take_memory(size_t bytes, ThreadState& ts, Memory& held) {
   if (bytes < kPoolMin) return arena(ts, bytes);
   PyObject* made = PyObject_CallFunction(torch.py_scratch, "n", Py_ssize_t(bytes));
@@ -296,10 +297,10 @@ inline void place_temporaries(const Kernel* k, const Frame& f, char* base) {
   }
 }
 
-// Allocates and runs. `p`, the stream after the guards, moves to the results, which the caller takes before it drops the
-// outputs. False, with the outputs dropped, and with `*status` set or a Python error.
+// Allocates and runs. `p`, the program after the guards, moves to the results, which the caller takes before it drops
+// the outputs. False, with the outputs dropped, and with `*status` set or a Python error.
 bool execute(const Kernel* k, const int64_t*& p, const Frame& f, ThreadState& ts, int32_t* status) {
-  Range range(k->names);  // before memory is taken: it may run Python, and that other kernels
+  Range range(k->names);  // before memory is taken: it may run Python, and so other kernels
   Needs need;
   if (!prepare(k, p, f, need)) return false;
   size_t bytes = need.temporary + need.scratch * size_t(need.threads);
@@ -326,7 +327,7 @@ bool execute(const Kernel* k, const int64_t*& p, const Frame& f, ThreadState& ts
   return !*status;
 }
 
-// Allocates, runs and wraps. `p` is the stream after the guards. Null with `*status` set, or with a Python error.
+// Allocates, runs and wraps. `p` is the program after the guards. Null with `*status` set, or with a Python error.
 PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, ThreadState& ts,
               int32_t* status) {
   if (!execute(k, p, f, ts, status)) return nullptr;

@@ -1,6 +1,6 @@
 // Operators of TorchScript that run a handle: tensors go from the interpreter's stack to a kernel and back without
-// Python objects. torch's stable interface has one C function for each operator and no place for data, so that all
-// share one, and an operator's last argument is a constant of its graph: the number that `scripted` gave it.
+// Python objects. torch's stable interface has one C function for each operator and no user data, so all operators
+// share one function, and an operator's last argument is a constant of its graph: its number from `scripted`.
 #pragma once
 
 #include "handle_type.h"
@@ -8,7 +8,7 @@
 namespace {
 
 struct Scripted {
-  Handle* handle;     // null once nobody holds the operator
+  Handle* handle;     // null once nothing holds the operator
   PyObject* text;     // holds `kinds`
   const char* kinds;  // one letter for each argument: tensor, int, float, bool
   Py_ssize_t arguments, results;
@@ -21,8 +21,8 @@ struct {
 
 bool shim_is_whole() { return torch.sizes && torch.wrap && torch.keys_offset >= 0 && torch.impl_requires_grad; }
 
-// A tensor as DLPack describes it, from a handle of torch's shim. False if it is of a dtype unknown here, or neither on
-// the CPU nor, with `any`, on a CUDA device.
+// Reads a tensor into DLPack's form from a handle of torch's shim. False if its dtype is unknown here, or it is
+// neither on the CPU nor, with `any`, on a CUDA device.
 bool read_handle(void* handle, DLTensor& t, bool any = false) {
   int32_t device = -1, index = 0, dtype = -1;
   int64_t dims = 0;
@@ -39,7 +39,7 @@ bool read_handle(void* handle, DLTensor& t, bool any = false) {
   return true;
 }
 
-// reads_alike(tensor): whether the shim says of a tensor what DLPack says.
+// reads_alike(tensor): whether the shim and DLPack agree about a tensor.
 PyObject* module_reads_alike(PyObject*, PyObject* o) {
   DLTensor want, got;
   void* more = nullptr;
@@ -58,7 +58,7 @@ PyObject* module_reads_alike(PyObject*, PyObject* o) {
 }
 
 // -- One call ---------------------------------------------------------------------------------------------------------
-// Reads the stack's arguments as `read_args` does those of Python. False where Python has to take the call.
+// Reads the stack's arguments as `read_args` reads Python's. False if Python has to make the call.
 bool read_stack(const Scripted& s, const uint64_t* stack, Arg* args) {
   bool grad = torch.grad_enabled();
   for (Py_ssize_t i = 0; i < s.arguments; i++) {
@@ -102,7 +102,7 @@ bool give_results(const int64_t* p, const Frame& f, const uint64_t* stack, void*
   return ok;
 }
 
-// Runs a kernel that takes the call. 1: done; 0: Python has to take it; -1: a Python error is set.
+// Runs a kernel that accepts the call. 1: done; 0: Python has to make the call; -1: a Python error is set.
 int run_scripted(const Scripted& s, const uint64_t* stack, void** out) {
   Handle* h = s.handle;
   ThreadState& ts = thread_state;
@@ -154,7 +154,7 @@ bool take_object(PyObject* o, void** out) {
   return false;
 }
 
-// The call as a Python call of the handle. False with a Python error set.
+// Makes the call as a Python call of the handle. False with a Python error set.
 bool run_in_python(const Scripted& s, const uint64_t* stack, void** out) {
   Room<PyObject*, 12> objects;
   if (!objects.take(size_t(s.arguments) + 1)) return PyErr_NoMemory();
@@ -175,7 +175,7 @@ bool run_in_python(const Scripted& s, const uint64_t* stack, void** out) {
   return ok;
 }
 
-// The error that is set, as text; a RuntimeError's without its name, which TorchScript adds.
+// The current error as text; a RuntimeError's without its name, which TorchScript adds.
 void take_error(char* text, size_t size) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
@@ -191,7 +191,7 @@ void take_error(char* text, size_t size) {
   PyErr_Clear();
 }
 
-// What torch calls for every operator made here: arguments in, as words or handles that are owned here, results out.
+// torch calls it for every operator made here: arguments are words or owned handles; results replace them.
 void call_scripted(uint64_t* stack, uint64_t n_arguments, uint64_t n_results) {
   char error[2048] = "";
   PyGILState_STATE gil = PyGILState_Ensure();
@@ -227,7 +227,7 @@ void call_scripted(uint64_t* stack, uint64_t n_arguments, uint64_t n_results) {
   if (*error) torch.fail("call_scripted", "fuser", 0, error);
 }
 
-// -- Operators, as Python makes them ----------------------------------------------------------------------------------
+// -- Creation of operators from Python --------------------------------------------------------------------------------
 PyObject* module_scripted(PyObject*, PyObject* arguments) {
   PyObject *handle, *text;
   Py_ssize_t results;
@@ -256,8 +256,8 @@ PyObject* module_unscripted(PyObject*, PyObject* number) {
   Py_RETURN_NONE;
 }
 
-// -- Fused scripts, as Python calls them ------------------------------------------------------------------------------
-// How to call a handle in place of a script: the script's arguments by kind, and the handle's by their positions.
+// -- Calls of fused scripts from Python -------------------------------------------------------------------------------
+// How to call a handle in place of a script: the script's arguments by kind, and the handle's by position.
 struct Direct {
   PyObject_HEAD
   Handle* handle;
@@ -275,10 +275,11 @@ void direct_dealloc(PyObject* self) {
 
 PyTypeObject DirectType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-constexpr Py_ssize_t MOST_GIVEN = 16;  // arguments of a call that needs no Python, the script among them
+constexpr Py_ssize_t MOST_GIVEN = 16;  // most arguments of a call that needs no Python, including the script
 
-// What a class of fused scripts has for `__call__`: a script with a Direct as its `quick` runs that handle. If `quick` is
-// a function of TorchScript, `plain(quick, ...)` runs. `other(script, ...)` has all that is left, such as keywords.
+// The `__call__` of a class of fused scripts: a script with a Direct as its `quick` runs that handle. If `quick` is a
+// function of TorchScript, `plain(quick, ...)` runs. `other(script, ...)` handles all other calls, such as those with
+// keywords.
 struct ScriptCall {
   PyObject_HEAD
   vectorcallfunc vectorcall;
@@ -290,7 +291,7 @@ bool is_kind(char kind, PyObject* o) {
   return Py_TYPE(o) == (kind == 'i' ? &PyLong_Type : kind == 'f' ? &PyFloat_Type : &PyBool_Type);
 }
 
-// Null, without an error, where the script has to be asked.
+// Null, without an error, if the script has to be called.
 PyObject* call_direct(Direct* d, PyObject* const* args, Py_ssize_t n) {
   if (n != d->arguments) return nullptr;
   for (Py_ssize_t i = 0; i < n; i++) {
@@ -301,7 +302,7 @@ PyObject* call_direct(Direct* d, PyObject* const* args, Py_ssize_t n) {
   Py_INCREF(d);
   PyObject* out = handle_call((PyObject*)d->handle, taken, size_t(d->taken), nullptr);
   Py_DECREF(d);
-  if (!out && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();  // the script says what is wrong, in its own words
+  if (!out && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();  // the script reports the error itself
   return out;
 }
 

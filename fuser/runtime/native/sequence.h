@@ -1,6 +1,6 @@
 // `Sequence`: a whole graph as one program of steps. A step launches a kernel, makes a view, calls a matrix product of
 // ATen through torch's C shim, or calls a Python function; its arguments and results are slots. Tensors between two
-// steps are handles of the shim: no Python object is made for them unless a Python function or the caller takes them.
+// steps are handles of the shim: they become Python objects only if a Python function or the caller takes them.
 #pragma once
 
 #include "sequence_steps.h"
@@ -55,7 +55,7 @@ bool take_results(const int64_t* p, const Frame& f, const Step& s, Value* values
   return true;
 }
 
-// The arguments of a launch. False where the handle has to be asked through Python.
+// Reads the arguments of a launch. False if the handle has to be called through Python.
 bool read_items(const Step& s, Value* values, Arg* args, int32_t& device) {
   uint64_t devices = 0;
   for (int i = 0; i < s.n_items; i++) {
@@ -160,7 +160,7 @@ int run_product(Step& s, Value* values) {
   return 0;
 }
 
-// Flash attention on the CPU: (query, key, value), dropout and whether it is causal; results and their logsumexp.
+// Flash attention on the CPU: (query, key, value), dropout and causality; results and their logsumexp.
 int run_attention(Step& s, Value* values) {
   Value* v[3];
   if (!torch.cpu_attention) return 0;
@@ -183,7 +183,7 @@ int run_attention(Step& s, Value* values) {
 }
 
 // -- Python -----------------------------------------------------------------------------------------------------------
-// A value for Python's sake, as a new reference; null with a Python error.
+// A value for Python as a new reference; null with a Python error.
 PyObject* item_object(const Argument& item, Value* values) {
   if (item.n < 0) return Py_NewRef(item.slot < 0 ? item.object : object_of(values[item.slot]));
   PyObject* out = item.tuple ? PyTuple_New(item.n) : PyList_New(item.n);
@@ -251,7 +251,7 @@ bool run_step(Step& s, Value* values, ThreadState& ts) {
 }
 
 // -- The program ------------------------------------------------------------------------------------------------------
-// Whether native steps may run: nothing observes or changes operators, and all tensors are ordinary ones.
+// Whether native steps may run: operators are not observed or changed, and all tensors are ordinary ones.
 bool may_run(PyObject* const* inputs, Py_ssize_t n, ThreadState& ts) {
   if (!context_is_plain(ts) || is_watched(ts, true) || ranges.push || torch.keys_offset < 0) return false;
   bool grad = torch.grad_enabled();
@@ -272,7 +272,7 @@ PyObject* give_all(const Sequence* q, Value* values) {
   return out;
 }
 
-// Runs the steps on `inputs`, whose references are taken over.
+// Runs the steps on `inputs`, whose references it takes over.
 PyObject* run_sequence(Sequence* q, PyObject** inputs) {
   Room<Value, 48> values;
   if (!values.take(size_t(q->n_slots) + 1)) {
@@ -305,7 +305,7 @@ PyObject* sequence_call(PyObject* self, PyObject* const* args, size_t nargsf, Py
   if (!whole || !may_run(given, count, ts)) return PyObject_Vectorcall(q->slow, args, nargsf, names);
   Room<PyObject*, 48> inputs;
   if (!inputs.take(size_t(count) + 1)) return PyErr_NoMemory();
-  // `may_run` may have run Python, so that the list is read anew.
+  // `may_run` may have run Python, so the list is read again.
   given = boxed ? ((PyListObject*)list)->ob_item : args;
   if (boxed && PyList_GET_SIZE(list) != count) return PyObject_Vectorcall(q->slow, args, nargsf, names);
   for (Py_ssize_t i = 0; i < count; i++) inputs.at[i] = Py_NewRef(given[i]);

@@ -1,4 +1,5 @@
-// The records of a `Sequence` (sequence.h): values in slots, steps and their arguments, made once from Python's tuples.
+// The records of a `Sequence` (sequence.h): values in slots, steps and their arguments, built once from Python's
+// tuples.
 #pragma once
 
 #include "scripted.h"
@@ -6,12 +7,12 @@
 namespace {
 
 // -- Values -----------------------------------------------------------------------------------------------------------
-// What a slot holds: a tensor as a handle of torch's shim that is owned here, a Python object, of which `handle` is the
-// tensor's if it is one, or a view of another value that nobody has needed as a tensor yet. All zeros: nothing.
+// The value of a slot: a tensor as an owned handle of torch's shim; a Python object, whose tensor is `handle` if it is
+// one; or a view of another value that no step has needed as a tensor yet. All zeros: nothing.
 struct Value {
   void* handle;
   PyObject* object;
-  Value* base;     // of a view without a tensor: `t` is where it lies, `offset` how many elements behind the base
+  Value* base;     // of a view without a tensor: `t` is its geometry, `offset` its distance from the base in elements
   int64_t offset;
   bool read;       // `t` is known
   DLTensor t;
@@ -35,21 +36,21 @@ struct Value {
   }
 };
 
-// Whether `v` is an ordinary tensor, which is in `v.t` then.
+// Whether `v` is an ordinary tensor; it is then in `v.t`.
 bool read_value(Value& v) {
   if (v.read) return true;
   if (!v.handle || !has_plain_keys(*(const char* const*)v.handle)) return false;
   return v.read = read_handle(v.handle, v.t, true);
 }
 
-// The shim's handle of a value, which is made for a view now. False if it is no tensor, or torch could not make it.
+// The shim's handle of a value; a view gets one now. False if it is no tensor, or torch could not create it.
 bool handle_of(Value& v) {
   if (v.handle) return true;
   if (!v.base || !handle_of(*v.base)) return false;
   return !torch.reinterpret(v.base->handle, v.t.ndim, v.t.shape, v.t.strides, v.offset, &v.handle);
 }
 
-// A value as a borrowed Python object, which the value is from now on; null with a Python error.
+// A value as a borrowed Python object, which the value holds from now on; null with a Python error.
 PyObject* object_of(Value& v) {
   if (v.object) return v.object;
   if (!handle_of(v)) {
@@ -62,7 +63,7 @@ PyObject* object_of(Value& v) {
   return o;
 }
 
-// What was read of a value is read again: a Python function might have changed sizes.
+// Reads a value's geometry again when needed: a Python function might have changed sizes.
 inline void forget_reading(Value& v) {
   if (v.object) v.read = false;
 }
@@ -70,7 +71,7 @@ inline void forget_reading(Value& v) {
 // -- Steps ------------------------------------------------------------------------------------------------------------
 struct Argument {  // an argument: a slot, a constant, or a list or tuple of `n` items
   int slot;
-  int n;  // negative: no list
+  int n;  // negative: not a list
   bool tuple;
   PyObject* object;
   Arg number;
@@ -92,14 +93,14 @@ Product products[] = {{"mm", false, false, nullptr, nullptr},
 
 struct Step {
   enum Kind { LAUNCH, VIEW, PRODUCT, ATTENTION, PYTHON, CONSTANT } kind;
-  PyObject *callable, *names;  // what Python calls in the step's place, with the names of its last arguments
+  PyObject *callable, *names;  // called by Python in place of the step, with the names of its last arguments
   Argument* items;
   int n_items, n_outs, n_frees;
-  int *outs, *frees;  // slots; an output that nobody reads: -1
-  bool several;       // the callable gives a tuple
+  int *outs, *frees;  // slots; -1 for an unused output
+  bool several;       // the callable returns a tuple
   const Product* product;
   double numbers[3];
-  // Of a view: its root, and what that must look like; sizes, then strides.
+  // Of a view: its root, and the root's expected geometry; sizes, then strides.
   int root, root_ndim, ndim;
   int64_t *root_dims, *dims, offset;
 };
@@ -212,7 +213,7 @@ int64_t* read_dims(PyObject* given, int& n) {
   return dims;
 }
 
-// What is particular to a kind of step. False with a Python error.
+// Reads the data that depends on the kind of step. False with a Python error.
 bool read_special(PyObject* special, const Sequence* q, Step& s) {
   PyObject *root_dims, *dims;
   long long offset;
@@ -296,7 +297,7 @@ int sequence_traverse(PyObject* self, visitproc visit, void* arg) {
   return visit_items(q->results, q->n_results, visit, arg);
 }
 
-// A cycle through a sequence always passes `slow` or a step's callable; calls may still come while it is taken apart.
+// A cycle through a sequence always passes `slow` or a step's callable; calls may still come while it is cleared.
 int sequence_clear(PyObject* self) {
   Sequence* q = (Sequence*)self;
   PyObject* slow = q->slow;

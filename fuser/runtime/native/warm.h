@@ -7,7 +7,7 @@ namespace {
 
 constexpr size_t kMapped = size_t(32) << 20;  // MAPPED of warm.py
 
-// What a held storage looked like when only its record held it, as `_Held.words` packs it.
+// The state of a held storage when only its record referenced it, as `_Held.words` packs it.
 struct HeldWords {
   int64_t bytes, inference;
   uint64_t address, storage;  // of its memory; of its StorageImpl
@@ -18,13 +18,13 @@ struct {
   PyObject *held, *acquire, *release, *in_inference;  // the list and its lock; torch.is_inference_mode_enabled
   PyObject *base_name, *storage_name, *words_name;
   double* clock;         // last call, longest pause, hits, and whether the timer runs: `WarmOutputs.clock`
-  int64_t count_offset;  // of the count of references in a StorageImpl; -1: storages are left to Python
+  int64_t count_offset;  // offset of the reference count in a StorageImpl; -1: Python handles storages
   int64_t limit;         // config.output_limit_bytes, for threads without an override
 } warm;
 
 int64_t warm_limit(const ThreadState& ts) { return ts.output_limit < 0 ? warm.limit : ts.output_limit; }
 
-// Whether nothing but its record can reach a storage, and it is as it was. `base` is a tensor in it.
+// Whether only its record references a storage, and it is unchanged. `base` is a tensor in it.
 bool is_free(const HeldWords& w, PyObject* base, PyObject* storage) {
   if (*(const uint32_t*)(w.storage + warm.count_offset) != uint32_t(w.tensors) || Py_REFCNT(storage) != w.names) return false;
   int64_t bytes = 0;
@@ -45,7 +45,7 @@ void use_again(Py_ssize_t i) {  // the most recently used one is the last
   warm.clock[2]++;
 }
 
-// A tensor in the memory of record `i`, if that has so many bytes of the dtype and is free; else null.
+// A tensor in the memory of record `i`, if that has this size and dtype and is free; else null.
 void* tensor_of(Py_ssize_t i, size_t bytes, int32_t scalar, bool inference, const int64_t* sizes, const int64_t* strides,
                 int64_t n) {
   PyObject* held = PyList_GET_ITEM(warm.held, i);
@@ -69,8 +69,8 @@ void* tensor_of(Py_ssize_t i, size_t bytes, int32_t scalar, bool inference, cons
   return made;
 }
 
-// A tensor in memory that is held and free; null, without a Python error, where `warm.empty_strided` has to find or make
-// one. Under the GIL; the lock keeps threads out that are between two steps of Python.
+// A tensor in held, free memory; null, without a Python error, if `warm.empty_strided` has to find or make one. Under
+// the GIL; the lock excludes threads that are between two steps of Python code.
 void* take_warm(const ThreadState& ts, int32_t scalar, int64_t itemsize, const int64_t* sizes, const int64_t* strides,
                 int64_t n) {
   int64_t bytes = 1;
