@@ -1,9 +1,9 @@
 """Trials: whether a kernel is slower than what it replaces, beyond noise.
 
 Both run in turns. The time of a call is at most its seconds on the clock and at least the CPU seconds of its thread:
-the two differ if the thread waited for a processor. A kernel is slower if the least CPU time of its calls exceeds, by
-a margin, the clock time of most of the other's calls, and if calls of equal length would show this order in fewer than
-one of `1 / _CHANCE` contests (a rank test, which assumes nothing about the distribution of noise). So noise makes
+the two differ if the thread waited for a processor. A kernel is slower if two conditions hold. The least CPU time of
+its calls exceeds, by a margin, the clock time of most of the other's calls. And calls of equal length would show this
+order in fewer than one of `1 / _CHANCE` contests (a rank test, which assumes no distribution of noise). So noise makes
 contests end without a verdict; it does not make a kernel lose.
 
 With a limit below 1 the kernel has to prove itself: it also loses if its least time exceeds the limit times the

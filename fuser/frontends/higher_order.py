@@ -1,8 +1,8 @@
 """Gradients of gradients: computed in eager, on the graph that Dynamo captured.
 
-AOTAutograd's backward cannot be differentiated. So a backward that is called with `create_graph=True`, or for many
-gradients at once (`is_grads_batched=True`), runs the forward again in eager on the inputs of that call, and autograd
-differentiates that. `replay.Replay` stores what a call has to note for it.
+AOTAutograd's backward cannot be differentiated. If a backward is called with `create_graph=True`, or for many gradients
+at once (`is_grads_batched=True`), eager runs the forward again on the inputs of that call, and autograd differentiates
+this run. `replay.Replay` stores what a call has to note for it.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ _PRODUCTS = frozenset(
 
 
 def keep_for_products(joint: fx.GraphModule) -> None:
-    """Let the cut save a function of a product that a product of the backward reads, if it is the only reader.
+    """Let the cut save a pointwise function of a product, its only reader, if a product of the backward reads it.
 
     The product itself has as many bytes, and the function would be recomputed from it and written again.
     """

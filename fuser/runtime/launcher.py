@@ -85,9 +85,9 @@ class Handle:
             self._turns.append((number, magnitudes))
 
     def refuse(self, function: Any, reason: str, which: Any, first: bool = False) -> bool:
-        """Have the native launcher call `function` in place of `slow`, or of kernels if `first`; see `make_handle`.
+        """Have the native launcher call `function` in place of `slow`, or of kernels if `first`.
 
-        Returns False if it does not, or not yet.
+        `which`: arguments, for all calls of their form, or a number of inputs, for all calls. Returns whether it does.
         """
         with self._lock:
             if self._target is self._python and isinstance(which, tuple):
