@@ -108,7 +108,7 @@ def _keeps_order(user: fx.Node, source: fx.Node) -> bool:
     """Whether element i of what `user` gives depends on element i of `source` alone, counted in memory order."""
     mine, theirs = user.meta.get("val"), source.meta.get("val")
     if user.target is operator.getitem:
-        return source.target is _NORM and (user.args[1] == 0 or not user.users)
+        return source.target is _NORM and bool(user.args[1] == 0 or not user.users)
     if user.target is _NORM:
         return user.args[0] is source and source not in user.args[1:]
     if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
