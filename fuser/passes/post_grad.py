@@ -37,6 +37,7 @@ POST_GRAD: tuple[Pass, ...] = (
     Pass("fold_epilogues", later("onednn", "fold_epilogues"), calls="mkldnn._linear_pointwise"),
     Pass("pack_weights", later("freezing", "pack_weights"), setting="freeze"),
     Pass("fold_into_cublas", later("cublas", "fold_into_cublas"), calls="aten.mm aten.addmm"),
+    Pass("slices_by_parts", later("sliced_products", "slices_by_parts"), calls="aten.mm aten.addmm"),
     Pass("bias_behind_convolution", later("conv_bias", "bias_behind_convolution"), calls="aten.convolution"),
     Pass("add_rows_in_place", later("accumulate", "add_rows_in_place"), calls=_EMBEDDING),
     Pass("add_rows_to_zeros", later("accumulate", "add_rows_to_zeros"), calls=_EMBEDDING),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fuser
-from fuser.passes import aligned_products
+from fuser.passes import aligned_products, sliced_products
 from fuser.passes.aligned_products import Product, runs_of
 
 # rows, inner, columns: each odd or a multiple of 8, one even
@@ -34,7 +34,7 @@ def everywhere(monkeypatch):
 
 def compiled(f, **options):
     torch._dynamo.reset()
-    return torch.compile(f, backend="fuser", options=options, **({} if options else {}))
+    return torch.compile(f, backend="fuser", options=options)
 
 
 def check(found, f, args):
@@ -128,6 +128,32 @@ def test_settings(settings, everywhere):
     with torch.no_grad(), fuser.config.override(**settings):
         check(compiled(torch.mm)(a, b), torch.mm, (a, b))
     assert not everywhere
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_returned_slices_are_made_in_parts(bias, monkeypatch):
+    """Logits that the graph returns take the memory of eager's and of one part; those that a kernel reads do not."""
+    made = []
+
+    def sliced_product(*args):
+        made.append(args)
+        return plain(*args)
+
+    plain = sliced_products.sliced_product
+    monkeypatch.setattr(sliced_products, "sliced_product", sliced_product)
+    monkeypatch.setattr(sliced_products, "DEVICE", "cpu")
+    monkeypatch.setattr(sliced_products, "PART_BYTES", 256 * 1008 * 2)
+    a, w, b = torch.randn(2, 300, 64).half(), torch.randn(1001, 64).half(), torch.randn(1001).half()
+
+    def head(a, w, b):
+        return F.linear(a, w, b if bias else None)
+
+    no_onednn = {"disable_passes": "products_in_float32,large_products,linear_to_onednn"}
+    with torch.no_grad():
+        check(compiled(head, **no_onednn)(a, w, b), head, (a, w, b))
+        assert len(made) == 1 and made[0][0] == 1001 and made[0][2].shape == (64, 1008)
+        compiled(lambda a, w, b: head(a, w, b).relu(), **no_onednn)(a, w, b)
+    assert len(made) == 1
 
 
 def test_contestants():
