@@ -1,7 +1,7 @@
 """Slices of padded products on CUDA, made in parts of rows where the graph returns the slice.
 
 `aligned_products` makes the logits of 50,257 words as a slice of a product with 50,264 columns. A graph that returns
-them needs a copy of the slice, and both would be in memory at once. In parts, the padded product takes 64 MiB.
+them needs a copy of the slice, and both would be in memory at once. In parts, the padded product takes 128 MiB.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fuser.reasons import served_by
 
 aten = torch.ops.aten
 DEVICE = "cuda"
-PART_BYTES = 64 << 20  # of a padded product
+PART_BYTES = 128 << 20  # of a padded product
 _ROWS = 256  # a part has a multiple of so many rows
 
 

@@ -111,11 +111,27 @@ def test_converted_graphs_give_eagers_results_and_strides(f, dtype):
     assert [n.meta["val"].stride() for n in module.graph.output_node().all_input_nodes] == before
     for node in module.graph.nodes:
         if node.target is aten.convolution.default:
-            assert node.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last)
+            for operand in node.args[:2]:
+                assert operand.meta["val"].is_contiguous(memory_format=torch.channels_last)
             assert node.meta["val"].is_contiguous(memory_format=torch.channels_last)
     args = [torch.randn(s) for s in SHAPES]
     got, want = torch.fx.Interpreter(module).run(*args), f(*args)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def norms(x, w, b, v):
+    """Small convolutions with group norms between, whose eager kernels give contiguous images."""
+    for _ in range(8):
+        x = aten.convolution.default(x, v, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        x = aten.native_group_norm.default(x.contiguous(), b, b, x.shape[0], 16, 144, 4, 1e-5)[0]
+        x = x.sigmoid().clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def test_copies_that_kernels_store_do_not_count(monkeypatch):
+    monkeypatch.setattr(conv_tensor_cores, "_LEAST", 1 << 20)
+    shapes = (2, 16, 12, 12), *SHAPES[1:]
+    assert tensor_cores_channels_last(traced(norms, *shapes)) == 8
 
 
 CASES = {
