@@ -72,6 +72,8 @@ typedef i32 fuser_dot_i __attribute__((vector_size(BYTES)));
 _KEEP = """\
 #if defined(__AVX512F__)
 #define FUSER_DOT_KEEP(b) asm("" : "+v"(b))
+#elif defined(__AVX2__)
+#define FUSER_DOT_KEEP(b) asm("" : "+x"(b))
 #else
 #define FUSER_DOT_KEEP(b)
 #endif

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
+import subprocess
 
 import pytest
 import torch
@@ -117,6 +119,21 @@ def test_a_text_for_every_machine(machine):
     for dtype, mask in itertools.product(DTYPES, (None, *DTYPES)):
         text = attention_cpp.routine(dtype, True, mask, machine).source
         assert bool(machine.lanes) == ("fuser_lanes" in text)
+
+
+@pytest.mark.parametrize("tune", ["znver3", "generic"])
+@pytest.mark.parametrize("isa", NAMES)
+def test_registers_of_a_weight_are_read_once(isa, tune):
+    """Whatever processor g++ weighs instructions for: each of six rows would read them again otherwise."""
+    machine, compiler = machines.find(isa), toolchain.find_compiler()
+    if not compiler[0].endswith("g++"):
+        pytest.skip("-mtune is g++'s")
+    text = packed_cpp.routine(torch.float32, dots.shape_of(64, machine), False, None, machine).source
+    flags = [f for f in toolchain.flags_for(compiler, machine)[0] if not f.startswith("-mtune")]
+    command = [*compiler, *flags, f"-mtune={tune}", "-x", "c++", "-S", "-o", "-", "-"]
+    made = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    assert not re.findall(r"vfmadd\w+\s+[^%\s]*\([^)]*\), %[yz]mm", made)
+    assert len(re.findall(r"vfmadd\w+\s+%[yz]mm", made)) >= 24
 
 
 def test_an_odd_number_makes_no_pairs():
