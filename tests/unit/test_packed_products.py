@@ -199,7 +199,8 @@ def test_it_competes_for_frozen_weights_of_many_rows():
     assert row.takes(product)
     for other in ({"frozen": False}, {"x_turned": True}, {"rows": 4}, {"dtype": torch.float64}):
         assert not row.takes(providers.Product(**{**product.__dict__, **other}))
-    for dtype, epilogue in itertools.product(DTYPES, (None, *packed.EPILOGUES)):
+    made = [d for d in DTYPES if packed.why_not(d, 64) is None]
+    for dtype, epilogue in itertools.product(made, (None, *packed.EPILOGUES)):
         one = providers.Product(64, 64, 96, dtype, bias=True, epilogue=epilogue, frozen=True)
         fit = [p for p in providers.PROVIDERS if p.takes(one)]
         _, failed = race._checked(providers._contestants(one, fit), providers.ATEN)
