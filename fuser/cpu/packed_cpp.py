@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -19,28 +20,31 @@ from fuser.ops import cpp_cell, cpp_constant, cpp_lanes, cpp_load, cpp_store
 MOST_ROWS, PANELS = 128, 4  # most rows and panels of a unit
 PART_BYTES = 2048  # bytes of a row that one pass over a unit takes
 
-_LANES = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # names of loads and stores of vectors
-_PLAIN = """\
+LANES = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # names of loads and stores of vectors
+PLAIN = """\
             #pragma omp simd
             for (int j = 0; j < WIDTH; ++j) to[j] = STORED;"""
-_IN_LANES = f"""\
+IN_LANES = f"""\
             #if FUSER_LANES
             for (int j = 0; j < WIDTH; j += FUSER_LANES) VECTORS;
             #else
-{_PLAIN}
+{PLAIN}
             #endif"""
 _PANEL = """\
 typedef u32 fuser_word __attribute__((may_alias, aligned(2)));
 FUSER_CONTRACT static __attribute__((noinline)) void fuser_panel_NAME(
-    const TYPE* const* rows, const TYPE* w, i64 turns, float* sums, i64 across, bool first) {
+    const TYPE* const* rows, const TYPE* w, i64 turns, float* sums, i64 across, bool first OF_PLACES) {
   FUSER_CONTRACTS
+SUMS
+  EACH_PLACE {
 ROWS_OF
-  i64 k = 0;
-  for (; k + 2 <= turns; k += 2) {
+    i64 k = 0;
+    for (; k + 2 <= turns; k += 2) {
 TWO
-  }
-  if (k < turns) {
+    }
+    if (k < turns) {
 ONE
+    }
   }
   if (!first) {
 ADDED
@@ -107,16 +111,16 @@ def routine(
     value, lanes = "from[j]", "fuser_lanes_load_float(from + j)"
     if bias:
         value = f"{value} + {cpp_load(dtype, 'bias[p * WIDTH + j]')}"
-        lanes = f"{lanes} + fuser_lanes_load_{_LANES[dtype]}(bias + p * WIDTH + j)"
+        lanes = f"{lanes} + fuser_lanes_load_{LANES[dtype]}(bias + p * WIDTH + j)"
     helper = ""
     if epilogue is not None:
         value, lanes = f"fuser_epilogue({value})", f"fuser_lanes_epilogue({lanes})"
-        helper = _epilogue(epilogue, machine)
+        helper = function_of(functools.partial(_lowered, epilogue), 1, machine)
     entry = "_".join(["product_packed", name, *(["bias"] if bias else []), *filter(None, epilogue or ())])
     words: dict[str, object] = {
         "HELPER": panel(name, shape) + helper, "ENTRY": entry,
         "GIVEN": "const TYPE* bias = (const TYPE*)ptrs[2];" if bias else "",
-        "WHOLE": _IN_LANES if machine.lanes else _PLAIN,
+        "WHOLE": IN_LANES if machine.lanes else PLAIN,
         "STORED": cpp_store(dtype, value), "VECTORS": store_lanes(dtype, "to + j", lanes),
         "LAST": 3 if bias else 2, "NAME": name, "TYPE": ELEMENTS[name], "WIDTH": width, "HIGH": shape.rows,
         "MOST_ROWS": MOST_ROWS, "PANELS": PANELS, "PART": PART_BYTES // dtype.itemsize, "PAIR": PAIRS[name],
@@ -128,23 +132,24 @@ def routine(
 def store_lanes(dtype: torch.dtype, to: str, value: str) -> str:
     """C++ that rounds a vector to `dtype` and stores it."""
     value = f"fuser_lanes_nearest_bfloat16({value})" if dtype is torch.bfloat16 else value
-    return f"fuser_lanes_store_{_LANES[dtype]}({to}, {value})"
+    return f"fuser_lanes_store_{LANES[dtype]}({to}, {value})"
 
 
-def _epilogue(epilogue: Epilogue, machine: Machine) -> str:
-    """C++ of an activation's lowering, as a function of one float and, where there are vectors, of one vector."""
+def function_of(compute: Callable[..., Value], operands: int, machine: Machine) -> str:
+    """C++ of an epilogue, as a function of floats and, where there are vectors, of vectors."""
     with recording() as recorder:
-        result = _lowered(epilogue, recorder.add_row(Row("scalar", (), torch.float32, "x")))
+        result = compute(*(recorder.add_row(Row("scalar", (), torch.float32, f"x{n}")) for n in range(operands)))
 
     def function(name: str, kind: str, constant: str, cell: Callable[..., str | None]) -> str:
         lines = []
-        for n, row in enumerate(recorder.rows[1:], 1):
+        for n, row in enumerate(recorder.rows[operands:], operands):
             if row.op == "const":
                 value: str | None = constant.format(cpp_constant(float(row.attr), row.dtype))
             else:
                 value = cell(row.op, row.dtype, *(f"t{a}" for a in row.args))
             lines.append(f"  const {kind} t{n} = {value};\n")
-        return f"FUSER_FN {kind} {name}({kind} t0) {{\n{''.join(lines)}  return t{result.row};\n}}\n"
+        given = ", ".join(f"{kind} t{n}" for n in range(operands))
+        return f"FUSER_FN {kind} {name}({given}) {{\n{''.join(lines)}  return t{result.row};\n}}\n"
 
     plain = function("fuser_epilogue", "float", "{}", cpp_cell)
     if not machine.lanes:
@@ -153,30 +158,37 @@ def _epilogue(epilogue: Epilogue, machine: Machine) -> str:
     return f"{plain}#if FUSER_LANES\n{lanes}#endif\n"
 
 
-def panel(name: str, shape: Shape) -> str:
-    """C++ that adds the products of some rows with a panel to their sums."""
+def panel(name: str, shape: Shape, places: bool = False) -> str:
+    """C++ that adds the products of some rows with a panel to their sums.
+
+    With `places` the function takes `HIGH` rows for each of several kernel positions, starting at an offset; the
+    positions' parts of the panel are adjacent. It prefetches from `ahead` on, `step` bytes for every two turns.
+    """
     high, registers, lanes = shape.rows, shape.registers, shape.lanes
     cells = [(m, n) for m in range(high) for n in range(registers)]
     vector = "fuser_dot_f" if name == "f32" else "fuser_dot_u"
     word = "float" if name == "f32" else "fuser_word"
     at = {(m, n): f"*(fuser_dot_f*)(sums + {m} * across + {n * lanes})" for m, n in cells}
+    move, offset = registers * lanes * PAIRS[name], " + offset" if places else ""
 
     def turn(number: int) -> list[str]:
         out = []
         for n in range(registers):
-            from_w = (number * registers + n) * lanes * PAIRS[name]
-            out.append(f"    {vector} w{n}_{number} = *(const {vector}*)(w + {from_w}); FUSER_DOT_KEEP(w{n}_{number});")
+            own, from_w = f"w{n}_{number}", number * move + n * lanes * PAIRS[name]
+            out.append(f"      {vector} {own} = *(const {vector}*)(w + {from_w}); FUSER_DOT_KEEP({own});")
         for m in range(high):
             adds = " ".join(dots.add(name, f"s{m}_{n}", f"w{n}_{number}", "b") for n in range(registers))
-            out.append(f"    {{ {vector} b = x{m}[k + {number}] - ({vector}){{}}; FUSER_DOT_KEEP(b); {adds} }}")
+            out.append(f"      {{ {vector} b = x{m}[k + {number}] - ({vector}){{}}; FUSER_DOT_KEEP(b); {adds} }}")
         return out
 
-    move = f"    w += {2 * registers * lanes * PAIRS[name]};"
+    ask = ["      __builtin_prefetch(ahead); ahead += step;"] if places else []
     parts = {
-        "ROWS_OF": [f"  const {word}* x{m} = (const {word}*)rows[{m}];" for m in range(high)]
-        + [f"  fuser_dot_f {', '.join(f's{m}_{n} = {{}}' for m, n in cells)};"],
-        "TWO": [*turn(0), *turn(1), move],
-        "ONE": turn(0),
+        "OF_PLACES": [", i64 places, i64 offset, const char* ahead, i64 step" if places else ""],
+        "EACH_PLACE": ["for (i64 place = 0; place < places; ++place, rows += HIGH)" if places else ""],
+        "SUMS": [f"  fuser_dot_f {', '.join(f's{m}_{n} = {{}}' for m, n in cells)};"],
+        "ROWS_OF": [f"    const {word}* x{m} = (const {word}*)(rows[{m}]{offset});" for m in range(high)],
+        "TWO": [*ask, *turn(0), *turn(1), f"      w += {2 * move};"],
+        "ONE": [*turn(0), f"      w += {move};"],
         "ADDED": [f"    s{m}_{n} += {at[m, n]};" for m, n in cells],
         "STORE": [f"  {at[m, n]} = s{m}_{n};" for m, n in cells],
     }
@@ -210,4 +222,6 @@ def _program(dtype: torch.dtype, bias: bool, width: int, entry: str) -> LaunchPr
     return LaunchProgram((number, *tensors), 4, 0, (), (out,), (step,), (("buffer", 0),), True)
 
 
-__all__ = ["MOST_ROWS", "PART_BYTES", "panel", "routine", "store_lanes"]
+__all__ = [
+    "IN_LANES", "LANES", "MOST_ROWS", "PART_BYTES", "PLAIN", "function_of", "panel", "routine", "store_lanes",
+]  # fmt: skip

@@ -236,16 +236,26 @@ def _six(v: Value) -> Value:
     return ops.minimum(number(6, v), ops.maximum(number(0, v), ops.add(v, 3.0)))
 
 
+def hardsigmoid(v: Value) -> Value:
+    """(v + 3) / 6 between 0 and 1"""
+    return ops.div(_six(v), 6.0)
+
+
+def hardswish(v: Value) -> Value:
+    """v * hardsigmoid(v)"""
+    return ops.div(ops.mul(v, _six(v)), 6.0)
+
+
 @lower("aten.hardsigmoid")
 def lower_hardsigmoid(ctx: LoweringContext, x: Operand) -> TensorBox:
     """(x + 3) / 6 between 0 and 1"""
-    return elementwise(ctx, [x], lambda v: ops.div(_six(v), 6.0))
+    return elementwise(ctx, [x], hardsigmoid)
 
 
 @lower("aten.hardswish")
 def lower_hardswish(ctx: LoweringContext, x: Operand) -> TensorBox:
     """x * hardsigmoid(x)"""
-    return elementwise(ctx, [x], lambda v: ops.div(ops.mul(v, _six(v)), 6.0))
+    return elementwise(ctx, [x], hardswish)
 
 
 @lower("aten.hardsigmoid_backward", decisive=(1,))

@@ -2,31 +2,40 @@
 
 The forms of a two-dimensional convolution, transposed or not, and of its gradients: images contiguous or in
 channels-last, and for 1x1 convolutions a product over the channels of all points (`LINEAR`). With a frozen weight the
-channels-last form may use a packed weight. A contest runs on as few images as needed for `_MOST_WORK` multiplications
-per thread. It runs on more if weights are larger than images, since oneDNN reorders weights at each call.
+channels-last form may use a packed weight, by oneDNN or by the package's own kernel (`OWN`). The own kernel includes
+the epilogue; the other forms are then timed with a separate kernel for it. A contest runs on as few images as needed
+for `_MOST_WORK` multiplications per thread. It runs on more if weights are larger than images, since oneDNN reorders
+weights at each call.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
+from fuser import config, interface
 from fuser.contests import race
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
+from fuser.cpu import convolve
+from fuser.cpu.epilogues import ACTIVATIONS, PER_CHANNEL, PER_ELEMENT, Epilogue
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.providers import linear_op
 
 aten = torch.ops.aten
 
 USUAL, LAST, LINEAR, PACKED = "contiguous", "channels last", "linear", "channels last, packed"
+OWN = "own kernel, packed"
 LEAST_LINEAR = 1 << 22  # multiplications of a 1x1 convolution that becomes a product
 _MOST_WORK = 1 << 26
 _MOST_HEAVY = 4  # images of a contest, however large the work, if the weights are larger than the images
+_COLD_BYTES, _MOST_COPIES = 1 << 25, 16  # of copies of a weight, used in turn: a program reads each weight once
 _COPIED = 1 << 18  # elements of the copy that measures copying speed
 
 
@@ -34,7 +43,8 @@ _COPIED = 1 << 18  # elements of the copy that measures copying speed
 class Convolution:
     """A class of convolutions of x (n, c, h, w). `mask`: which gradients, for a convolution's gradients.
 
-    out: (channels, height, width).
+    out: (channels, height, width). epilogue: the steps that the package's kernel can include; None if it does not take
+    the convolution. weight_last: the weight, and so the result of the contiguous form, is in channels-last memory.
     """
 
     x: tuple[int, ...]
@@ -50,6 +60,7 @@ class Convolution:
     groups: int
     mask: tuple[bool, ...] | None = None
     frozen: bool = False
+    epilogue: Epilogue | None = None
 
     @property
     def work(self) -> int:
@@ -65,7 +76,8 @@ class Convolution:
 
     def key(self) -> str:
         """The key that convolutions of one class share: everything but the number of images beyond a contest's."""
-        return repr((self._images(), self.x[1:], *list(self.__dict__.values())[1:]))
+        values = [v for k, v in self.__dict__.items() if (k, v) != ("epilogue", None)]
+        return repr((self._images(), self.x[1:], *values[1:]))
 
     def _images(self) -> int:
         """Number of images in the contest: several if reordering the weights, once a call, costs as much as they do."""
@@ -79,7 +91,8 @@ class Convolution:
         sizes = "×".join(map(str, self.x)), "×".join(map(str, self.weight))
         step = f" by {'×'.join(map(str, self.stride))}" if max(self.stride) > 1 else ""
         groups = f" in {self.groups} groups" if self.groups > 1 else ""
-        return f"{kind} of {sizes[0]} with {sizes[1]}{step}{groups} {str(self.dtype)[6:]}"
+        behind = f" with {', '.join(self.epilogue)}" if self.epilogue else ""
+        return f"{kind} of {sizes[0]} with {sizes[1]}{step}{groups} {str(self.dtype)[6:]}{behind}"
 
     def settings(self) -> tuple[Any, ...]:
         """The operator's arguments after the bias, or after the bias's sizes."""
@@ -95,9 +108,19 @@ def seconds(c: Convolution) -> dict[str, float]:
     names = [USUAL, LAST]
     names += [LINEAR] if c.is_pointwise and linear_op() is not None else []
     names += [PACKED] if c.frozen and not c.transposed and c.mask is None and pack_op() is not None else []
+    names += [OWN] if c.epilogue is not None else []
     choice = _convolutions.choice(c.key(), names, str(c), lambda: _contestants(c, names))
     scale = 1e-6 * c.x[0] / c._images()
     return {name: scale * t for name, t in choice.times}
+
+
+def why_not_own(c: Convolution) -> str | None:
+    """None if the package's kernel makes such convolutions on this machine, else the reason."""
+    if not c.frozen or c.mask is not None or c.transposed or c.groups != 1 or max(c.dilation) > 1:
+        return "the kernel takes frozen weights, one group and no gaps between the places of its kernel"
+    if linear_op() is None:
+        return "libraries are switched off"
+    return convolve.why_not(c.dtype, c.x[1])
 
 
 def pack_op() -> Any:
@@ -135,19 +158,85 @@ def _contestants(c: Convolution, names: list[str]) -> dict[str, Contestant]:
             USUAL: _first_of(lambda: aten.convolution_backward.default(grad, x, *behind)),
             LAST: _first_of(lambda: aten.convolution_backward.default(grads, last, *behind)),
         }
-    found = {
-        USUAL: Contestant(lambda: aten.convolution.default(x, w, bias, *c.settings())),
-        LAST: Contestant(lambda: aten.convolution.default(last, w, bias, *c.settings())),
+    calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        USUAL: lambda w: aten.convolution.default(x, w, bias, *c.settings()),
+        LAST: lambda w: aten.convolution.default(last, w, bias, *c.settings()),
+        LINEAR: lambda w: _linear(c, last, w, bias),
+        PACKED: lambda w: packed_convolution(last, w, bias, *c.settings()),
     }
-    if LINEAR in names:
-        found[LINEAR] = Contestant(functools.partial(_linear, c, last, w, bias))
-    if PACKED in names:
-        try:
-            packed = pack(c)(w)
-            found[PACKED] = Contestant(lambda: packed_convolution(last, packed, bias, *c.settings()))
-        except RuntimeError as e:
-            found[PACKED] = race.failing(e)
-    return found
+    packs = {PACKED: pack(c), OWN: convolve.pack}
+    if OWN in names:
+        calls = _with_epilogue(c, calls, last, bias)
+    copies = 1 if not c.frozen else max(1, min(_MOST_COPIES, _COLD_BYTES // (w.numel() * w.element_size())))
+    return {name: _contestant(calls[name], packs.get(name, torch.clone), w, copies) for name in names}
+
+
+def _contestant(
+    call: Callable[[torch.Tensor], torch.Tensor], pack: Callable[[torch.Tensor], torch.Tensor], w: torch.Tensor,
+    copies: int,
+) -> Contestant:  # fmt: skip
+    """A contestant that takes one copy of a packed weight after the other."""
+    try:
+        turns = itertools.cycle([pack(w) for _ in range(copies)])
+    except RuntimeError as e:
+        return race.failing(e)
+    return Contestant(lambda: call(next(turns)))
+
+
+def _with_epilogue(
+    c: Convolution, calls: dict[str, Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:  # fmt: skip
+    """The calls with what follows behind each, by a kernel of its own, and the one that computes both."""
+    steps = c.epilogue or ()
+    count, sums = sum(s in PER_CHANNEL for s in steps), steps.count(PER_ELEMENT)
+    factors = numbers(count * c.out[0], torch.float32, 4).view(count, c.out[0]) if count else None
+    if factors is not None and bias is not None:
+        factors[0] = bias
+    given = [numbers(x.shape[0] * math.prod(c.out), c.dtype, 5).view(-1, *c.out) for _ in range(sums)]
+    orders = {form: [t.contiguous(memory_format=form) for t in given] for form in _ORDERS}
+    behind = steps if bias is None else steps[1:]  # libraries add the bias themselves
+    rows = factors if factors is None or bias is None else factors[1:]
+    kernel = _kernel(behind, c.dtype) if behind else None
+
+    def followed(name: str, call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        others = orders[_ORDERS[name == USUAL]]
+        if kernel is None:
+            return call
+        operands = [*([] if rows is None else [r.view(-1, 1, 1) for r in rows.to(c.dtype)]), *others]
+        like = x.new_zeros(x.shape[0], *c.out).contiguous(memory_format=_ORDERS[name == USUAL])
+        with config.override(slowest=0.0, compile_mode="wait"):  # no trial, and at once
+            kernel(like, *operands)
+        return lambda w: kernel(call(w), *operands)
+
+    def own(w: torch.Tensor) -> torch.Tensor:
+        sizes = c.out[0], c.weight[2:], c.stride, c.padding
+        return convolve.convolution(x, w, *sizes, steps, factors, *orders[torch.channels_last])
+
+    return {**{name: followed(name, call) for name, call in calls.items()}, OWN: own}
+
+
+_ORDERS = (torch.channels_last, torch.contiguous_format)
+
+
+@functools.cache
+def _kernel(steps: Epilogue, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """A kernel of the package for an epilogue alone: of a tensor, the numbers of each channel, and other tensors."""
+    graph = fx.Graph()
+    out = graph.placeholder("x")
+    vectors = [graph.placeholder(f"a{n}") for n, s in enumerate(steps) if s in PER_CHANNEL]
+    others = [graph.placeholder(f"b{n}") for n, s in enumerate(steps) if s == PER_ELEMENT]
+    for step in steps:
+        if step == "times":
+            out = graph.call_function(aten.mul.Tensor, (out, vectors.pop(0)))
+        elif step in ("plus", PER_ELEMENT):
+            out = graph.call_function(aten.add.Tensor, (out, (vectors if step == "plus" else others).pop(0)))
+        else:
+            target, arguments, named = ACTIVATIONS[step]
+            out = graph.call_function(target, (out, *arguments), named)
+    graph.output(out)
+    handle: Callable[..., torch.Tensor] = interface.fusion_handle(interface.register_fusion(graph))
+    return handle
 
 
 def _first_of(call: Callable[[], Any]) -> Contestant:
@@ -177,5 +266,6 @@ def seconds_a_byte() -> float:
 
 
 __all__ = [
-    "LAST", "LINEAR", "PACKED", "USUAL", "Convolution", "pack", "packed_convolution", "seconds", "seconds_a_byte",
+    "LAST", "LINEAR", "OWN", "PACKED", "USUAL", "Convolution", "pack", "packed_convolution", "seconds",
+    "seconds_a_byte", "why_not_own",
 ]  # fmt: skip

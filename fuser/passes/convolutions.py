@@ -10,6 +10,7 @@ convolution stays contiguous.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -20,10 +21,11 @@ from fuser import config
 from fuser.errors import Unsupported
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import conv_forms
-from fuser.passes.conv_forms import LAST, LINEAR, PACKED, USUAL, Convolution
+from fuser.passes.conv_epilogues import following
+from fuser.passes.conv_forms import LAST, LINEAR, OWN, PACKED, USUAL, Convolution
 from fuser.passes.hints import are_numbers
 from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
-from fuser.passes.onednn import FROZEN
+from fuser.passes.onednn import FROZEN, OWN_MARK
 from fuser.passes.onednn import PACKED as PACKED_MARK
 from fuser.passes.providers import linear_op, takes_dtype
 
@@ -105,11 +107,13 @@ def class_of(node: fx.Node) -> Convolution:
     sizes: Any = [tuple(n.meta["val"].shape) for n in (x, w, out)]  # type: ignore[union-attr]
     lists: Any = [tuple(v) for v in (stride, padding, dilation, output_padding)]
     mask: Any = tuple(node.args[10]) if backward else None  # type: ignore[arg-type]
-    return Convolution(
+    found = Convolution(
         x=sizes[0], weight=sizes[1], out=sizes[2][1:], dtype=w.meta["val"].dtype, bias=bias is not None,  # type: ignore[union-attr]
         stride=lists[0], padding=lists[1], dilation=lists[2], transposed=bool(transposed), output_padding=lists[3],
         groups=groups, mask=mask, frozen=FROZEN in w.meta and not backward,  # type: ignore[union-attr]
     )  # fmt: skip
+    behind = following(node) if conv_forms.why_not_own(found) is None else None
+    return found if behind is None else dataclasses.replace(found, epilogue=behind.steps)
 
 
 def _is_last(node: Any) -> bool:
@@ -170,8 +174,8 @@ def _convert(walk: Relayout, node: fx.Node, form: str) -> None:
         else:
             new = walk.call(node.target, walk.in_format(x, order), *node.args[1:])
     walk.replace(node, new)
-    if form == PACKED:
-        new.meta[PACKED_MARK] = True
+    if form in (PACKED, OWN):
+        new.meta[PACKED_MARK if form == PACKED else OWN_MARK] = True
 
 
 def _convert_backward(walk: Relayout, node: fx.Node, form: str) -> None:

@@ -1,7 +1,8 @@
 """Frozen weights: calls whose contest was won by packed weights use weights that are packed once.
 
 `options={"freeze": True}` marks the parameters and buffers of an inference graph (`mark_frozen`). The passes that
-choose a library mark its calls (`PACKED`). `pack_weights` gives these calls a function that packs at its first call.
+choose a provider mark its calls (`PACKED`, `OWN_MARK`). `pack_weights` gives these calls a function that packs at its
+first call.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import torch
 from torch import fx
 
 from fuser import config
+from fuser.cpu import convolve
 from fuser.passes import conv_forms, providers
+from fuser.passes.calls import put_for
+from fuser.passes.conv_epilogues import following, numbered
 from fuser.passes.convolutions import class_of
-from fuser.passes.onednn import FROZEN, PACKED
+from fuser.passes.onednn import FROZEN, OWN_MARK, PACKED
 from fuser.runtime import packing
 
 aten = torch.ops.aten
+_NAME = "packed_convolution_and_more"
 
 
 def mark_frozen(graph: fx.Graph, numbers: Iterable[int]) -> None:
@@ -33,7 +38,9 @@ def mark_frozen(graph: fx.Graph, numbers: Iterable[int]) -> None:
 def pack_weights(module: fx.GraphModule) -> int:
     """Products and convolutions with frozen weights use packed weights, where a contest found that faster."""
     changed = 0
-    for node in module.graph.nodes:
+    for node in list(module.graph.nodes):
+        if OWN_MARK in node.meta and node.target is aten.convolution.default:
+            changed += _by_own_kernel(node)
         if PACKED not in node.meta:
             continue
         if node.target is providers.linear_op():
@@ -45,3 +52,19 @@ def pack_weights(module: fx.GraphModule) -> int:
             continue
         changed += 1
     return changed
+
+
+def _by_own_kernel(conv: fx.Node) -> bool:
+    """Have the package's kernel compute a convolution and what follows, if it gives the strides that are expected."""
+    value, behind = conv.meta["val"], following(conv)
+    columns, height, width = value.shape[1:]
+    if behind is None or value.stride() != (columns * height * width, 1, width * columns, columns):
+        return False
+    x, w, _, stride, padding, *_ = conv.args
+    sizes = columns, tuple(w.meta["val"].shape[2:]), tuple(stride), tuple(padding)  # type: ignore[union-attr, arg-type]
+    settings, make = (*sizes, behind.steps), numbered(behind.vectors)
+    call = packing.followed_call(convolve.convolution, convolve.pack, settings, make, len(behind.others), _NAME)
+    put_for(behind.nodes[-1], call, (x, w, *behind.others, *behind.tensors))
+    for node in reversed(behind.nodes[:-1]):
+        node.graph.erase_node(node)
+    return True

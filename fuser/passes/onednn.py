@@ -29,8 +29,9 @@ aten = torch.ops.aten
 _WIDE = 1 << 13  # columns from which a result with a symbolic number of rows may be large
 _MOST_COPIED = 1 << 22  # elements of a transposed left operand
 _SWAPS: dict[Any, tuple[Any, ...]] = {aten.t.default: (), aten.permute.default: ([1, 0],), aten.transpose.int: (0, 1)}
-# In the meta of an input: a parameter that does not change. In the meta of a call: its weight is packed once.
-FROZEN, PACKED = "frozen", "packed"
+# In the meta of an input: a parameter that does not change. In the meta of a call: its weight is packed once, by oneDNN
+# or for the package's own kernel.
+FROZEN, PACKED, OWN_MARK = "frozen", "packed", "packed for the own kernel"
 
 
 def _matrix(node: Any, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> torch.Tensor | None:

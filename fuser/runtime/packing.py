@@ -83,4 +83,22 @@ def folded_call(make: Callable[..., torch.Tensor], name: str) -> Function:
     return served_by(call, "library", "it depends on frozen weights alone, and is computed once")
 
 
-__all__ = ["Folded", "Kept", "folded_call", "packed_call"]
+def followed_call(
+    op: Function, pack: Callable[[torch.Tensor], torch.Tensor], settings: tuple[Any, ...],
+    make: Callable[..., torch.Tensor], others: int, name: str,
+) -> Function:  # fmt: skip
+    """`op` of (x, packed weight, *settings, made, *others) for calls with (x, weight, *others, *tensors).
+
+    The weight is packed by `pack`, and `made` is what `make` makes of the tensors, None of none; both are kept.
+    """
+    kept, folded = Kept(pack), Folded(make)
+
+    def call(x: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor) -> Any:
+        made = folded.of(*rest[others:]) if len(rest) > others else None
+        return op(x, kept.of(weight), *settings, made, *rest[:others])
+
+    call.__name__ = call.__qualname__ = name
+    return served_by(call, "library", "the package's convolution by a packed weight does this, with what follows")
+
+
+__all__ = ["Folded", "Kept", "folded_call", "followed_call", "packed_call"]

@@ -67,11 +67,11 @@ def test_a_read_outside_ends_the_process(environment):
     assert "AddressSanitizer: heap-buffer-overflow" in run.stderr, run.stderr
 
 
-# Products and attention without a plan, at the edges of their blocks.
+# Products, convolutions and attention without a plan, at the edges of their blocks.
 ROUTINES = """
 import itertools, torch
 from fuser import config, machines
-from fuser.cpu import attention, packed
+from fuser.cpu import attention, convolve, packed
 calls = missed = 0
 for isa in ("", "avx2"):
     if isa and machines.why_not(machines.find(isa)) is not None:
@@ -83,6 +83,19 @@ for isa in ("", "avx2"):
                 packed.product(x, packed.pack(w), columns, bias, ("gelu", "erf"))
                 missed += packed._handle(dtype, columns, True, ("gelu", "erf"), isa).misses
                 calls += 1
+            steps = "times", "plus", "sum", "relu"
+            for n, inner, size, columns in ((1, 8, 3, 5), (2, 10, 7, 70), (1, 516, 5, 16), (3, 1030, 1, 48)):
+                for kernel, stride, padding in itertools.product((1, 2, 3), (1, 2), (0, 1, 4)):
+                    out = (size + 2 * padding - kernel) // stride + 1
+                    if out < 1:
+                        continue
+                    given = (n, size, size, inner), (n, out, out, columns)
+                    x, other = (torch.randn(s).to(dtype).permute(0, 3, 1, 2) for s in given)
+                    panels = convolve.pack(torch.randn(columns, inner, kernel, kernel).to(dtype))
+                    sizes = columns, [kernel] * 2, [stride] * 2, [padding] * 2
+                    convolve.convolution(x, panels, *sizes, steps, torch.randn(2, columns), other)
+                    missed += convolve._handle(dtype, columns, steps, isa).misses
+                    calls += 1
             for m, n, d in ((9, 21, 2), (193, 300, 64), (1, 257, 66), (13, 515, 8)):
                 for causal, mask in itertools.product((False, True), (None, (m, n), (1, n))):
                     q, k, v = (torch.randn(2, h, s, d).to(dtype) for h, s in ((2, m), (1, n), (1, n)))
@@ -101,4 +114,4 @@ def test_kernels_without_a_plan_stay_inside_of_tensors(environment):
     )
     assert run.returncode == 0, run.stdout + run.stderr
     calls, missed = map(int, run.stdout.split())
-    assert calls >= 60 and missed == 0
+    assert calls >= 130 and missed == 0

@@ -1,0 +1,211 @@
+"""The C++ of convolutions by packed weights, and the program that launches it. `convolve.py` says what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fuser.cpu import dots, packed_cpp
+from fuser.cpu.dots import DTYPES, ELEMENTS, PAIRS, Shape
+from fuser.cpu.epilogues import PER_CHANNEL, PER_ELEMENT, Epilogue
+from fuser.cpu.routines import Routine
+from fuser.cpu.text import filled
+from fuser.ir.loop_body import Value, ops
+from fuser.ir.sizes import STRIDE, IntLike, Sym, expr, floordiv, program
+from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
+from fuser.machines import Machine
+from fuser.ops import cpp_load, cpp_store
+
+MOST_ROWS = 48  # points of a unit: a multiple of the rows of each shape
+PART_BYTES = 2048  # of a point's channels, that a pass over a unit takes
+_COLUMNS = 64  # of a unit, if panels are no wider
+
+_ENTRY = """\
+HELPER
+extern "C" void ENTRY(
+    char* const* ptrs, const i64* s, const double* f, i64 begin, i64 end, char* scratch, i32* status) {
+  const TYPE* x = (const TYPE*)ptrs[0];
+  const TYPE* w = (const TYPE*)ptrs[1];
+  GIVEN
+  TYPE* out = (TYPE*)ptrs[LAST];
+  const i64 columns = s[0], across = s[2], places = s[1] * s[2], down = s[7], along = s[8];
+  const i64 rows = s[9] * down * along, channels = s[10], high = s[11], wide = s[12], inner = places * channels;
+  const i64 panels = (columns + WIDTH - 1) / WIDTH, spans = (panels + PANELS - 1) / PANELS;
+  const i64 blocks = (rows + MOST_ROWS - 1) / MOST_ROWS, each = ((rows + blocks - 1) / blocks + HIGH - 1) / HIGH * HIGH;
+  // A part is some places, or some channels of one.
+  const i64 fit = channels < PART ? PART / channels : 1, sets = (places + fit - 1) / fit;
+  const i64 together = (places + sets - 1) / sets, cuts = (channels + PART - 1) / PART;
+  const i64 part = ((channels + cuts - 1) / cuts + PAIR - 1) / PAIR * PAIR;
+  float* sums = (float*)scratch;
+  const TYPE** table = (const TYPE**)(sums + MOST_ROWS * PANELS * WIDTH);
+  TYPE* zeros = (TYPE*)(table + MOST_ROWS * places);
+  for (i64 c = 0; c < channels; ++c) zeros[c] = 0;
+  for (i64 unit = begin; unit < end; ++unit) {
+    const i64 p0 = unit % spans * PANELS, p1 = p0 + PANELS < panels ? p0 + PANELS : panels;
+    const i64 m0 = unit / spans * each, m1 = m0 + each < rows ? m0 + each : rows;
+    if (unit == begin || !p0)
+      for (i64 m = m0; m < m1; m += HIGH)
+        for (i64 r = 0; r < HIGH; ++r) {
+          const i64 point = m + r < m1 ? m + r : m1 - 1, line = point / along;
+          const i64 top = line % down * s[3] - s[5], left = (point - line * along) * s[4] - s[6];
+          const TYPE* image = x + line / down * s[13];
+          const TYPE** to = table + (m - m0) * places + r;
+          for (i64 y = top; y < top + s[1]; ++y)
+            for (i64 z = left; z < left + across; ++z, to += HIGH)
+              *to = y >= 0 && y < high && z >= 0 && z < wide ? image + y * s[14] + z * s[15] : zeros;
+        }
+    for (i64 t0 = 0; t0 < places; t0 += together) {
+      const i64 own = t0 + together < places ? together : places - t0;
+      for (i64 c0 = 0; c0 < channels; c0 += part) {
+        const i64 count = c0 + part < channels ? part : channels - c0;
+        const bool first = !t0 && !c0, last = t0 + own == places && c0 + count == channels;
+        for (i64 p = p0; p < p1; ++p) {
+          const TYPE* panel = w + (p * inner + t0 * channels + c0) * WIDTH;
+          const TYPE* next = p + 1 < p1 ? panel + inner * WIDTH : panel + ((p0 - p) * inner + own * count) * WIDTH;
+          const i64 left = columns - p * WIDTH;
+          for (i64 m = m0; m < m1; m += HIGH) {
+            float* at = sums + ((p - p0) * each + m - m0) * WIDTH;
+            ASK
+            // While the points of a unit take one part of a panel, they ask for the next one.
+            const char* ahead = (const char*)next + (m - m0) * own * count * (i64)sizeof(TYPE) * WIDTH / each;
+            fuser_panel_NAME(table + (m - m0) * places + t0 * HIGH, panel, count / PAIR, at, WIDTH, first,
+                             own, c0, ahead, 2 * PAIR * (i64)sizeof(TYPE) * WIDTH * HIGH / each);
+            if (!last) continue;
+            for (i64 r = 0; r < HIGH && m + r < m1; ++r) {
+              const float* from = at + r * WIDTH;
+              const i64 begins = (m + r) * columns + p * WIDTH;
+              TYPE* to = out + begins;
+              if (left < WIDTH) {
+                for (int j = 0; j < left; ++j) to[j] = STORED;
+                continue;
+              }
+WHOLE
+            }
+          }
+        }
+      }
+    }
+  }
+}
+"""
+_ASK = """\
+if (last)
+              for (i64 r = 0; r < HIGH && m + r < m1; ++r)
+                for (i64 j = 0; j < WIDTH && j < left; j += LINE) {
+                  const i64 place = (m + r) * columns + p * WIDTH + j;
+                  ASKED
+                }"""
+
+
+def _computed(epilogue: Epilogue, v: Value, *operands: Value) -> Value:
+    """The value of an epilogue's steps, of which some take operands."""
+    rest = iter(operands)
+    for step in epilogue:
+        if step == "times":
+            v = ops.mul(v, next(rest))
+        elif step in ("plus", PER_ELEMENT):
+            v = ops.add(v, next(rest))
+        else:
+            v = ops.relu(v) if step == "relu" else _activated(step, v)
+    return v
+
+
+def _activated(step: str, v: Value) -> Value:
+    from fuser.lowering import activations  # a process that finds its kernels for ReLU loads no lowerings
+
+    if step == "relu6":
+        return ops.minimum(activations.number(6, v), ops.maximum(activations.number(0, v), v))
+    by_name: dict[str, Callable[[Value], Value]] = {
+        "hardswish": activations.hardswish, "hardsigmoid": activations.hardsigmoid, "silu": activations.silu,
+        "sigmoid": activations.logistic, "tanh": ops.tanh, "gelu": activations.gelu, "gelu_tanh": activations.gelu_tanh,
+    }  # fmt: skip
+    return by_name[step](v)
+
+
+def routine(dtype: torch.dtype, shape: Shape, epilogue: Epilogue, machine: Machine) -> Routine:
+    name, width = DTYPES[dtype], shape.width
+    factors, others = _operands(epilogue)
+    given = ["const float* factors = (const float*)ptrs[2];"] if factors else []
+    first = 2 + len(given)
+    given += [f"const TYPE* other{n} = (const TYPE*)ptrs[{first + n}];" for n in range(others)]
+    plain, lanes, helper = ["from[j]"], ["fuser_lanes_load_float(from + j)"], ""
+    row = other = 0
+    for step in epilogue:
+        if step in PER_CHANNEL:
+            at, row, kind = f"factors[{row} * columns + p * WIDTH + j]", row + 1, torch.float32
+        elif step == PER_ELEMENT:
+            at, other, kind = f"other{other}[begins + j]", other + 1, dtype
+        else:
+            continue
+        plain.append(cpp_load(kind, at))
+        lanes.append(f"fuser_lanes_load_{packed_cpp.LANES[kind]}(&{at})")
+    if epilogue:
+        helper = packed_cpp.function_of(lambda *v: _computed(epilogue, *v), len(plain), machine)
+        plain, lanes = [f"fuser_epilogue({', '.join(plain)})"], [f"fuser_lanes_epilogue({', '.join(lanes)})"]
+    asked = [f"__builtin_prefetch({t} + place);" for t in (*(f"other{n}" for n in range(others)), "out")]
+    entry = "_".join(["convolution_packed", name, *epilogue])
+    words: dict[str, object] = {
+        "HELPER": packed_cpp.panel(name, shape, places=True) + helper, "ENTRY": entry, "GIVEN": "\n  ".join(given),
+        "WHOLE": packed_cpp.IN_LANES if machine.lanes else packed_cpp.PLAIN, "ASK": _ASK if machine.prefetches else "",
+        "ASKED": " ".join(asked), "STORED": cpp_store(dtype, plain[0]),
+        "VECTORS": packed_cpp.store_lanes(dtype, "to + j", lanes[0]), "LAST": first + others,
+        "NAME": name, "TYPE": ELEMENTS[name], "WIDTH": width, "HIGH": shape.rows, "MOST_ROWS": MOST_ROWS,
+        "PANELS": _panels(width), "PART": PART_BYTES // dtype.itemsize, "PAIR": PAIRS[name],
+        "LINE": machine.line_bytes // dtype.itemsize,
+    }  # fmt: skip
+    text = dots.words({name}, machine) + filled(_ENTRY, words)
+    return Routine(text, _program(dtype, factors, others, width, entry), machine)
+
+
+def _panels(width: int) -> int:
+    """Panels of a unit."""
+    return max(1, _COLUMNS // width)
+
+
+def _operands(epilogue: Epilogue) -> tuple[int, int]:
+    """How many rows of factors, and how many other tensors, an epilogue takes."""
+    return sum(step in PER_CHANNEL for step in epilogue), sum(step == PER_ELEMENT for step in epilogue)
+
+
+_NAMES = (
+    "columns", "kernel_high", "kernel_wide", "step_down", "step_along", "pad_down", "pad_along", "down", "along",
+    "images", "channels", "high", "wide", "by_image", "by_line", "by_point",
+)  # fmt: skip
+
+
+def _program(dtype: torch.dtype, factors: int, others: int, width: int, entry: str) -> LaunchProgram:
+    """Arguments (nine numbers, x, panels, factors, others) to a new (images, columns, down, along) in channels-last."""
+    names = [Sym(n, STRIDE) for n in _NAMES]
+    slots = {name: n for n, name in enumerate(names)}
+    columns, kernel_high, kernel_wide, _, _, _, _, down, along, images, channels, *_ = map(expr, names)
+
+    def code(e: IntLike) -> tuple[int, ...]:
+        return program(e, slots)
+
+    one = Check(code(1))
+    numbers = [InputPattern("int", slot=n) for n in range(9)]
+    panels, inner = floordiv(columns + (width - 1), expr(width)), kernel_high * kernel_wide * channels
+    sizes = images, columns, down, along
+    strides = down * along * columns, expr(1), along * columns, columns
+    tensors = [
+        InputPattern("tensor", dtype, "cpu", tuple(Bind(n) for n in range(9, 13)), (Bind(13), one, Bind(14), Bind(15))),
+        InputPattern("tensor", dtype, "cpu", (Check(code(panels)), Check(code(inner * width))),
+                     (Check(code(inner * width)), one)),
+    ]  # fmt: skip
+    if factors:
+        shape = (Check(code(factors)), Check(code(columns)))
+        tensors.append(InputPattern("tensor", torch.float32, "cpu", shape, (shape[1], one)))
+    like = tuple(Check(code(e)) for e in sizes), tuple(Check(code(e)) for e in strides)
+    tensors += [InputPattern("tensor", dtype, "cpu", like[0], like[1]) for _ in range(others)]
+    rows = images * down * along
+    most = _panels(width)
+    units = floordiv(rows + (MOST_ROWS - 1), expr(MOST_ROWS)) * floordiv(panels + (most - 1), expr(most))
+    table = 8 * MOST_ROWS * kernel_high * kernel_wide + dtype.itemsize * channels
+    scratch = 4 * MOST_ROWS * most * width + table
+    step = Step(entry, code(units), code(rows * columns * inner), code(scratch))
+    out = BufferPattern(dtype, tuple(map(code, sizes)), tuple(map(code, strides)), True)
+    return LaunchProgram((*numbers, *tensors), len(names), 0, (), (out,), (step,), (("buffer", 0),), True)
+
+
+__all__ = ["MOST_ROWS", "PART_BYTES", "routine"]
