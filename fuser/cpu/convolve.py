@@ -2,7 +2,8 @@
 
 The weight is packed as that of a product (`packed.py`): its columns are the channels of the result, and its inner dim
 has all channels of the images for one place of the kernel after the other. A table holds where the channels of each
-point of a unit begin, for each place, or a row of zeros where that is padding. No copy of the images is made.
+point of a unit begin, for each place, or a row of zeros where that is padding. No copy of the images is made. Of few
+channels a whole line of the kernel is one place, whose elements follow each other; at the edges it is copied.
 What follows on each element (`epilogues.py`) is computed from the sums, and the result is rounded and written once.
 """
 
@@ -20,14 +21,12 @@ from fuser.cpu import packed
 from fuser.cpu.dots import Shape, shape_of
 from fuser.cpu.epilogues import PER_CHANNEL, Epilogue, applied
 
-_FEWEST_CHANNELS = 8  # of the images: a turn of the inner loop takes one, and each place of the kernel ends it
+_RUN_CHANNELS = 8  # of the images, below which a line of the kernel is taken as one run: each place ends the inner loop
 LAST = torch.channels_last
 
 
 def why_not(dtype: torch.dtype, channels: int) -> str | None:
     """None if a kernel makes convolutions of images with so many channels here, else the reason."""
-    if channels < _FEWEST_CHANNELS:
-        return "the images have few channels"
     return packed.why_not(dtype, channels)
 
 
@@ -52,7 +51,8 @@ def convolution(
     """
     x = x if x.stride(1) == 1 else x.contiguous(memory_format=LAST)
     sizes = [(n + 2 * p - k) // s + 1 for n, p, k, s in zip(x.shape[2:], padding, kernel, stride)]
-    numbers = (columns, *kernel, *stride, *padding, *sizes)
+    run = kernel[1] * x.shape[1] if x.shape[1] < _RUN_CHANNELS else 0
+    numbers = (columns, *kernel, *stride, *padding, *sizes, run)
     given = () if factors is None else (factors,)
     moved = (t if t.is_contiguous(memory_format=LAST) else t.contiguous(memory_format=LAST) for t in others)
     made: torch.Tensor = _handle(x.dtype, columns, epilogue, config.isa)(*numbers, x, panels, *given, *moved)
@@ -74,7 +74,7 @@ def _handle_of(dtype: torch.dtype, shape: Shape, epilogue: Epilogue, isa: str) -
 
 
 def _otherwise(epilogue: Epilogue, columns: int, *rest: Any) -> torch.Tensor:
-    kernel, stride, padding, (x, panels, *operands) = rest[:2], rest[2:4], rest[4:6], rest[8:]
+    kernel, stride, padding, (x, panels, *operands) = rest[:2], rest[2:4], rest[4:6], rest[9:]
     factors = operands.pop(0) if any(step in PER_CHANNEL for step in epilogue) else None
     weight = unpacked(panels, columns, x.shape[1], kernel)
     out = F.conv2d(x.float(), weight.float(), None, stride, padding)

@@ -29,8 +29,10 @@ extern "C" void ENTRY(
   const TYPE* w = (const TYPE*)ptrs[1];
   GIVEN
   TYPE* out = (TYPE*)ptrs[LAST];
-  const i64 columns = s[0], across = s[2], places = s[1] * s[2], down = s[7], along = s[8];
-  const i64 rows = s[9] * down * along, channels = s[10], high = s[11], wide = s[12], inner = places * channels;
+  const i64 columns = s[0], down = s[7], along = s[8], run = s[9], rows = s[10] * down * along;
+  const i64 high = s[12], wide = s[13], by_line = s[15], by_point = s[16];
+  // In runs, a line of the kernel is one place.
+  const i64 across = run ? 1 : s[2], places = s[1] * across, channels = run ? run : s[11], inner = places * channels;
   const i64 panels = (columns + WIDTH - 1) / WIDTH, spans = (panels + PANELS - 1) / PANELS;
   const i64 blocks = (rows + MOST_ROWS - 1) / MOST_ROWS, each = ((rows + blocks - 1) / blocks + HIGH - 1) / HIGH * HIGH;
   // A part is some places, or some channels of one.
@@ -40,6 +42,7 @@ extern "C" void ENTRY(
   float* sums = (float*)scratch;
   const TYPE** table = (const TYPE**)(sums + MOST_ROWS * PANELS * WIDTH);
   TYPE* zeros = (TYPE*)(table + MOST_ROWS * places);
+  TYPE* edges = zeros + channels;
   for (i64 c = 0; c < channels; ++c) zeros[c] = 0;
   for (i64 unit = begin; unit < end; ++unit) {
     const i64 p0 = unit % spans * PANELS, p1 = p0 + PANELS < panels ? p0 + PANELS : panels;
@@ -49,11 +52,22 @@ extern "C" void ENTRY(
         for (i64 r = 0; r < HIGH; ++r) {
           const i64 point = m + r < m1 ? m + r : m1 - 1, line = point / along;
           const i64 top = line % down * s[3] - s[5], left = (point - line * along) * s[4] - s[6];
-          const TYPE* image = x + line / down * s[13];
+          const TYPE* image = x + line / down * s[14];
           const TYPE** to = table + (m - m0) * places + r;
-          for (i64 y = top; y < top + s[1]; ++y)
-            for (i64 z = left; z < left + across; ++z, to += HIGH)
-              *to = y >= 0 && y < high && z >= 0 && z < wide ? image + y * s[14] + z * s[15] : zeros;
+          const bool whole = run && left >= 0 && left + s[2] <= wide && by_point == s[11];
+          for (i64 y = top; y < top + s[1]; ++y) {
+            const bool inside = y >= 0 && y < high;
+            if (!run || whole || !inside) {
+              for (i64 z = left; z < left + across; ++z, to += HIGH)
+                *to = inside && (whole || z >= 0 && z < wide) ? image + y * by_line + z * by_point : zeros;
+              continue;
+            }
+            TYPE* edge = edges + ((m - m0 + r) * s[1] + y - top) * run;
+            *to = edge, to += HIGH;
+            for (i64 z = left; z < left + s[2]; ++z)
+              for (i64 c = 0; c < s[11]; ++c)
+                *edge++ = z >= 0 && z < wide ? image[y * by_line + z * by_point + c] : (TYPE)0;
+          }
         }
     for (i64 t0 = 0; t0 < places; t0 += together) {
       const i64 own = t0 + together < places ? together : places - t0;
@@ -169,27 +183,28 @@ def _operands(epilogue: Epilogue) -> tuple[int, int]:
 
 
 _NAMES = (
-    "columns", "kernel_high", "kernel_wide", "step_down", "step_along", "pad_down", "pad_along", "down", "along",
+    "columns", "kernel_high", "kernel_wide", "step_down", "step_along", "pad_down", "pad_along", "down", "along", "run",
     "images", "channels", "high", "wide", "by_image", "by_line", "by_point",
 )  # fmt: skip
 
 
 def _program(dtype: torch.dtype, factors: int, others: int, width: int, entry: str) -> LaunchProgram:
-    """Arguments (nine numbers, x, panels, factors, others) to a new (images, columns, down, along) in channels-last."""
+    """Arguments (ten numbers, x, panels, factors, others) to a new (images, columns, down, along) in channels-last."""
     names = [Sym(n, STRIDE) for n in _NAMES]
     slots = {name: n for n, name in enumerate(names)}
-    columns, kernel_high, kernel_wide, _, _, _, _, down, along, images, channels, *_ = map(expr, names)
+    columns, kernel_high, kernel_wide, _, _, _, _, down, along, run, images, channels, *_ = map(expr, names)
 
     def code(e: IntLike) -> tuple[int, ...]:
         return program(e, slots)
 
     one = Check(code(1))
-    numbers = [InputPattern("int", slot=n) for n in range(9)]
+    numbers = [InputPattern("int", slot=n) for n in range(10)]
     panels, inner = floordiv(columns + (width - 1), expr(width)), kernel_high * kernel_wide * channels
     sizes = images, columns, down, along
     strides = down * along * columns, expr(1), along * columns, columns
+    of_x = tuple(Bind(n) for n in range(10, 14)), (Bind(14), one, Bind(15), Bind(16))
     tensors = [
-        InputPattern("tensor", dtype, "cpu", tuple(Bind(n) for n in range(9, 13)), (Bind(13), one, Bind(14), Bind(15))),
+        InputPattern("tensor", dtype, "cpu", of_x[0], of_x[1]),
         InputPattern("tensor", dtype, "cpu", (Check(code(panels)), Check(code(inner * width))),
                      (Check(code(inner * width)), one)),
     ]  # fmt: skip
@@ -201,7 +216,8 @@ def _program(dtype: torch.dtype, factors: int, others: int, width: int, entry: s
     rows = images * down * along
     most = _panels(width)
     units = floordiv(rows + (MOST_ROWS - 1), expr(MOST_ROWS)) * floordiv(panels + (most - 1), expr(most))
-    table = 8 * MOST_ROWS * kernel_high * kernel_wide + dtype.itemsize * channels
+    edges = MOST_ROWS * kernel_high * run
+    table = 8 * MOST_ROWS * kernel_high * kernel_wide + dtype.itemsize * (channels + run + edges)
     scratch = 4 * MOST_ROWS * most * width + table
     step = Step(entry, code(units), code(rows * columns * inner), code(scratch))
     out = BufferPattern(dtype, tuple(map(code, sizes)), tuple(map(code, strides)), True)

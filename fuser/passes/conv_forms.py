@@ -35,7 +35,7 @@ OWN = "own kernel, packed"
 LEAST_LINEAR = 1 << 22  # multiplications of a 1x1 convolution that becomes a product
 _MOST_WORK = 1 << 26
 _MOST_HEAVY = 4  # images of a contest, however large the work, if the weights are larger than the images
-_COLD_BYTES, _MOST_COPIES = 1 << 25, 16  # of copies of a weight, used in turn: a program reads each weight once
+_COLD_BYTES, _MOST_COPIES = 1 << 25, 8  # of copies of a weight, used in turn: a program reads each weight once
 _COPIED = 1 << 18  # elements of the copy that measures copying speed
 
 
@@ -168,16 +168,17 @@ def _contestants(c: Convolution, names: list[str]) -> dict[str, Contestant]:
     if OWN in names:
         calls = _with_epilogue(c, calls, last, bias)
     copies = 1 if not c.frozen else max(1, min(_MOST_COPIES, _COLD_BYTES // (w.numel() * w.element_size())))
-    return {name: _contestant(calls[name], packs.get(name, torch.clone), w, copies) for name in names}
+    weights = [w, *(w.clone() for _ in range(copies - 1))]
+    return {name: _contestant(calls[name], packs.get(name), weights) for name in names}
 
 
 def _contestant(
-    call: Callable[[torch.Tensor], torch.Tensor], pack: Callable[[torch.Tensor], torch.Tensor], w: torch.Tensor,
-    copies: int,
+    call: Callable[[torch.Tensor], torch.Tensor], pack: Callable[[torch.Tensor], torch.Tensor] | None,
+    weights: list[torch.Tensor],
 ) -> Contestant:  # fmt: skip
-    """A contestant that takes one copy of a packed weight after the other."""
+    """A contestant that takes one weight, packed if `pack` is given, after the other."""
     try:
-        turns = itertools.cycle([pack(w) for _ in range(copies)])
+        turns = itertools.cycle(weights if pack is None else list(map(pack, weights)))
     except RuntimeError as e:
         return race.failing(e)
     return Contestant(lambda: call(next(turns)))

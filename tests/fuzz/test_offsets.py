@@ -84,7 +84,7 @@ for isa in ("", "avx2"):
                 missed += packed._handle(dtype, columns, True, ("gelu", "erf"), isa).misses
                 calls += 1
             steps = "times", "plus", "sum", "relu"
-            for n, inner, size, columns in ((1, 8, 3, 5), (2, 10, 7, 70), (1, 516, 5, 16), (3, 1030, 1, 48)):
+            for n, inner, size, columns in ((1, 8, 3, 5), (2, 2, 7, 70), (1, 516, 5, 16), (3, 1030, 1, 48)):
                 for kernel, stride, padding in itertools.product((1, 2, 3), (1, 2), (0, 1, 4)):
                     out = (size + 2 * padding - kernel) // stride + 1
                     if out < 1:
