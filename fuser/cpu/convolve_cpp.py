@@ -77,7 +77,7 @@ extern "C" void ENTRY(
         for (i64 p = p0; p < p1; ++p) {
           const TYPE* panel = w + (p * inner + t0 * channels + c0) * WIDTH;
           const TYPE* next = p + 1 < p1 ? panel + inner * WIDTH : panel + ((p0 - p) * inner + own * count) * WIDTH;
-          const i64 left = columns - p * WIDTH;
+          const int own_columns = columns - p * WIDTH < WIDTH ? (int)(columns - p * WIDTH) : WIDTH;
           for (i64 m = m0; m < m1; m += HIGH) {
             float* at = sums + ((p - p0) * each + m - m0) * WIDTH;
             ASK
@@ -90,10 +90,7 @@ extern "C" void ENTRY(
               const float* from = at + r * WIDTH;
               const i64 begins = (m + r) * columns + p * WIDTH;
               TYPE* to = out + begins;
-              if (left < WIDTH) {
-                for (int j = 0; j < left; ++j) to[j] = STORED;
-                continue;
-              }
+              int j = 0;
 WHOLE
             }
           }
@@ -106,10 +103,18 @@ WHOLE
 _ASK = """\
 if (last)
               for (i64 r = 0; r < HIGH && m + r < m1; ++r)
-                for (i64 j = 0; j < WIDTH && j < left; j += LINE) {
+                for (i64 j = 0; j < own_columns; j += LINE) {
                   const i64 place = (m + r) * columns + p * WIDTH + j;
                   ASKED
                 }"""
+_PLAIN = """\
+              #pragma omp simd
+              for (int j = 0; j < own_columns; ++j) to[j] = STORED;"""
+_IN_LANES = """\
+              #if FUSER_LANES
+              for (; j + FUSER_LANES <= own_columns; j += FUSER_LANES) VECTORS;
+              #endif
+              for (; j < own_columns; ++j) to[j] = STORED;"""
 
 
 def _computed(epilogue: Epilogue, v: Value, *operands: Value) -> Value:
@@ -161,7 +166,7 @@ def routine(dtype: torch.dtype, shape: Shape, epilogue: Epilogue, machine: Machi
     entry = "_".join(["convolution_packed", name, *epilogue])
     words: dict[str, object] = {
         "HELPER": packed_cpp.panel(name, shape, places=True) + helper, "ENTRY": entry, "GIVEN": "\n  ".join(given),
-        "WHOLE": packed_cpp.IN_LANES if machine.lanes else packed_cpp.PLAIN, "ASK": _ASK if machine.prefetches else "",
+        "WHOLE": _IN_LANES if machine.lanes else _PLAIN, "ASK": _ASK if machine.prefetches else "",
         "ASKED": " ".join(asked), "STORED": cpp_store(dtype, plain[0]),
         "VECTORS": packed_cpp.store_lanes(dtype, "to + j", lanes[0]), "LAST": first + others,
         "NAME": name, "TYPE": ELEMENTS[name], "WIDTH": width, "HIGH": shape.rows, "MOST_ROWS": MOST_ROWS,

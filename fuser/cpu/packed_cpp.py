@@ -21,14 +21,14 @@ MOST_ROWS, PANELS = 128, 4  # most rows and panels of a unit
 PART_BYTES = 2048  # bytes of a row that one pass over a unit takes
 
 LANES = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # names of loads and stores of vectors
-PLAIN = """\
+_PLAIN = """\
             #pragma omp simd
             for (int j = 0; j < WIDTH; ++j) to[j] = STORED;"""
-IN_LANES = f"""\
+_IN_LANES = f"""\
             #if FUSER_LANES
             for (int j = 0; j < WIDTH; j += FUSER_LANES) VECTORS;
             #else
-{PLAIN}
+{_PLAIN}
             #endif"""
 _PANEL = """\
 typedef u32 fuser_word __attribute__((may_alias, aligned(2)));
@@ -120,7 +120,7 @@ def routine(
     words: dict[str, object] = {
         "HELPER": panel(name, shape) + helper, "ENTRY": entry,
         "GIVEN": "const TYPE* bias = (const TYPE*)ptrs[2];" if bias else "",
-        "WHOLE": IN_LANES if machine.lanes else PLAIN,
+        "WHOLE": _IN_LANES if machine.lanes else _PLAIN,
         "STORED": cpp_store(dtype, value), "VECTORS": store_lanes(dtype, "to + j", lanes),
         "LAST": 3 if bias else 2, "NAME": name, "TYPE": ELEMENTS[name], "WIDTH": width, "HIGH": shape.rows,
         "MOST_ROWS": MOST_ROWS, "PANELS": PANELS, "PART": PART_BYTES // dtype.itemsize, "PAIR": PAIRS[name],
@@ -222,6 +222,4 @@ def _program(dtype: torch.dtype, bias: bool, width: int, entry: str) -> LaunchPr
     return LaunchProgram((number, *tensors), 4, 0, (), (out,), (step,), (("buffer", 0),), True)
 
 
-__all__ = [
-    "IN_LANES", "LANES", "MOST_ROWS", "PART_BYTES", "PLAIN", "function_of", "panel", "routine", "store_lanes",
-]  # fmt: skip
+__all__ = ["LANES", "MOST_ROWS", "PART_BYTES", "function_of", "panel", "routine", "store_lanes"]
