@@ -15,11 +15,16 @@ from torch import fx
 
 from fuser.canonical.mutation import in_place_twin
 from fuser.kernel_spec import memory_order
-from fuser.passes.classify import MARK, is_view, is_write_back
+from fuser.passes.classify import MARK, is_view, is_write_back, op_name
 from fuser.passes.cleanup import reaches_output
 from fuser.passes.hints import numel_hint
 
 aten = torch.ops.aten
+# Views that exist for any strides of their argument, with the same elements.
+_OF_ANY_STRIDES = frozenset(
+    "aten.alias aten.detach aten.diagonal aten.expand aten.permute aten.select aten.slice aten.split "
+    "aten.split_with_sizes aten.squeeze aten.t aten.transpose aten.unbind aten.unfold aten.unsqueeze".split()
+)
 SMALL = 16384  # tensors of at most so many elements, written in part, are recomputed whole in a kernel
 _SCATTERS = (
     "index_add index_copy index_fill index_put _index_put_impl index_reduce scatter scatter_add scatter_reduce "
@@ -118,6 +123,8 @@ def _may_write(
     aliases = {*versions, *(v for found in views for v in found)}
     if not aliases.isdisjoint(returned - {target, *views[0]}):  # the input is returned with its last content
         return False
+    if not all(_can_have_strides_of(target, node, found) for node, found in zip(chain, views[1:])):
+        return False
     for node, version, found in zip(chain, versions, views):
         if not _alike(node, target) or (node.target in PARTS and not _is_small_part(node)):
             return False
@@ -127,6 +134,23 @@ def _may_write(
         if any(position[u] > position[node] for u in readers if u.op != "output"):
             return False
     return True
+
+
+def _can_have_strides_of(target: fx.Node, version: fx.Node, views: set[fx.Node]) -> bool:
+    """Whether the readers of `version` and of its views read the same elements if it has the strides of `target`."""
+    if list(map(str, target.meta["val"].stride())) == list(map(str, version.meta["val"].stride())):
+        return True
+    readers = {u for v in (version, *views) for u in v.users}
+    return all(r.op == "output" or _reads_any_strides(r) for r in readers)
+
+
+def _reads_any_strides(node: fx.Node) -> bool:
+    """Whether a call finds the elements of its arguments by their indices, not by their offsets in memory."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims"):
+        return node.target in PARTS.values()
+    if is_view(node.target):
+        return op_name(node.target) in _OF_ANY_STRIDES
+    return node.target is not aten.as_strided_scatter.default
 
 
 def _count(node: fx.Node, argument: fx.Node) -> int:

@@ -152,6 +152,52 @@ def test_one_operator_writes_an_input_with_gaps_itself(name, layout):
     assert [u.op for u in record.unfused if u.reason == "it writes one of its arguments"] == [f"aten.{name}"]
 
 
+BY_OFFSETS = {  # readers of a contiguous copy, which nothing but its strides tells from what was written
+    "view": lambda y: y.view(-1) * 2,
+    "as_strided": lambda y: y.as_strided((9, 3), (5, 1), 60) + 1,
+    "as_strided_scatter": lambda y: y.as_strided_scatter(y[0, :3], (3,), (50,), 1),
+    "view as int": lambda y: y.view(torch.int32) + 1,
+    "view as complex": lambda y: torch.view_as_complex(y.view(-1, 2)).abs(),
+}
+WRITTEN_BY = {
+    "mul_": lambda x: x.mul_(3), "index_fill_": lambda x: x.index_fill_(0, I, 2.0),
+    "scatter_": lambda x: x.scatter_(1, I[None], 4.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ("rows cut", "every second"))
+@pytest.mark.parametrize("reader", BY_OFFSETS)
+@pytest.mark.parametrize("write", WRITTEN_BY)
+def test_readers_by_offset_do_not_read_the_gaps_of_an_input(write, reader, layout):
+    """Eager reads a contiguous copy; a pass drops the copy, and the functional write was contiguous."""
+    torch._dynamo.reset()
+    x = GAPS[layout]()
+    own = x.clone()
+
+    def fn(x):
+        WRITTEN_BY[write](x)
+        return BY_OFFSETS[reader](x.clone(memory_format=torch.contiguous_format))
+
+    got, want = torch.compile(fn, backend=fuser_backend)(x), fn(own)
+    assert torch.equal(got, want) and got.stride() == want.stride() and torch.equal(x, own)
+
+
+def test_readers_by_index_leave_the_write_in_place():
+    torch._dynamo.reset()
+    forget_compilations()
+    x = GAPS["rows cut"]()
+    own = x.clone()
+
+    def fn(x):
+        x.mul_(3)
+        y = x.contiguous()
+        return y[1:, 1] + 1, y.t()[1] * 2, y.unfold(1, 2, 1).amax(-1), y.diagonal() + 3, y.split(2, 1)[1] - 1
+
+    got, want = torch.compile(fn, backend=fuser_backend)(x), fn(own)
+    assert all(torch.equal(g, w) for g, w in zip(got, want)) and torch.equal(x, own)
+    assert "aten.mul_" in [u.op for u in last_compilation().unfused]
+
+
 def test_a_scatter_writes_a_turned_input_itself():
     torch._dynamo.reset()
     forget_compilations()
