@@ -83,10 +83,12 @@ def _served(module: fx.GraphModule, node: fx.Node, name: str) -> tuple[Any, tupl
     value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES.get(value.device.type, ()):
         raise Unsupported("no kernel of attention takes tensors of this device and dtype")
+    forward = name == "flex_attention"
+    if not forward and value.device.type == "cpu":
+        raise Unsupported("the gradients of attention with a score modification have no kernels on the CPU")
     read = _results_read(node)
     if read is None or not read <= set(_RESULTS[name]):
         raise Unsupported("the maxima, or gradients of captured tensors, are needed")
-    forward = name == "flex_attention"
     tensors, graphs = node.args[: 3 if forward else 7], node.args[3 if forward else 7 : 4 if forward else 9]
     rest: Any = node.args[4 if forward else 9 :]
     blocks, scale, options, of_mod, of_mask = rest

@@ -229,3 +229,22 @@ def test_in_a_model_with_its_neighbours() -> None:
         torch.testing.assert_close(torch.compile(model, backend="fuser")(x), model(x), atol=1e-5, rtol=1e-5)
         with torch.autocast("cpu", torch.bfloat16):
             torch.testing.assert_close(torch.compile(model, backend="fuser")(x), model(x), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_its_gradient_called_by_itself_runs_on_aten(dynamic: bool) -> None:
+    """On the CPU there are kernels for the result alone. Autograd refuses gradients there; the operator does not."""
+    masked = lambda b, h, q, k: q >= k  # noqa: E731
+    scored = lambda score, b, h, q, k: score  # noqa: E731
+    blocks = create_block_mask(masked, 1, 2, 40, 40, device="cpu", BLOCK_SIZE=16).as_tuple()
+    q, k, v, grad = (torch.randn(1, 2, 40, 16) for _ in range(4))
+    out, sums, _ = torch.ops.higher_order.flex_attention(q, k, v, scored, blocks, 0.25, {}, (), ())
+
+    def gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        called = torch.ops.higher_order.flex_attention_backward
+        return called(q, k, v, out, sums, grad, None, scored, None, blocks, 0.25, {}, (), ())[:3]
+
+    got = torch.compile(gradient, backend=fuser.backend, dynamic=dynamic)(q, k, v)
+    for found, expected in zip(got, gradient(q, k, v)):
+        torch.testing.assert_close(found, expected)
+    assert "flex_attention_backward" in str([u for u in last_compilation().unfused if "CPU" in u.reason])
