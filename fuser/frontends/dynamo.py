@@ -23,8 +23,15 @@ from fuser.frontends.example_values import HIDDEN, give_values, hides_gradient
 from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.functional import Compiled, compile_functional, written_inputs
 from fuser.frontends.noting import log_graph
+from fuser.frontends.overlaps import (
+    BY_OFFSET,
+    THROUGH,
+    Watched,
+    overlap_of_examples,
+    reads_written_by_offset,
+    writes_through,
+)
 from fuser.frontends.overlaps import REASON as OVERLAP
-from fuser.frontends.overlaps import THROUGH, Watched, overlap_of_examples, writes_through
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
 from fuser.frontends.transforms import FORWARD, hide_transformed, is_in_forward_mode, levels_kept
 from fuser.passes.calls import called
@@ -233,7 +240,9 @@ class _GraphCompiler:
         return self._compile_traced()
 
     def _compile_traced(self) -> Function:
-        """Compile a graph that needs AOTAutograd."""
+        """Compile a graph that AOTAutograd traces."""
+        if reads_written_by_offset(self.gm.graph):
+            return _run_eager(self.gm, BY_OFFSET, self.options)
         from fuser.frontends.training import Training  # most graphs for inference need neither
 
         steps = Training(self.options, self.passes, self.recorded, self.by_eager)

@@ -24,6 +24,7 @@ from fuser.passes.calls import value_of, writes
 from fuser.reasons import because
 
 THROUGH = because("not_traced", "it writes through expand or unfold, whose writes are not traced right")
+BY_OFFSET = because("not_traced", "it reads an input by offsets behind a write, and the traced content lies elsewhere")
 REASON = because("not_traced", "an input that is written overlaps another one in memory")
 Function = Callable[..., Any]
 Span = tuple[int, int, int]  # first byte, one past the last, number of the tensor
@@ -79,6 +80,36 @@ def writes_through(graph: fx.Graph) -> bool:
     if not any(str(getattr(n.target, "__name__", n.target)) in _REPEATING for n in graph.nodes):
         return False
     return any(writes(node) and any(map(_is_through, node.all_input_nodes[:1])) for node in graph.nodes)
+
+
+def reads_written_by_offset(graph: fx.Graph) -> bool:
+    """Whether `as_strided` of dynamo's graph may see an input that was written and does not begin its memory.
+
+    Its offset counts from the beginning of the memory. AOTAutograd takes the offset in the new content, a tensor of
+    its own that begins at 0.
+    """
+    if not any(_is_by_offset(n) for n in graph.nodes):
+        return False
+    values = [value_of(n) for n in graph.nodes if n.op == "placeholder"]
+    inputs = {v.untyped_storage()._cdata for v in values if v is not None and not _begins(v)}
+    written: set[int] = set()
+    for node in graph.nodes:
+        seen = [v.untyped_storage()._cdata for v in map(value_of, node.all_input_nodes[:1]) if v is not None]
+        if _is_by_offset(node) and not written.isdisjoint(seen):
+            return True
+        if writes(node):
+            written.update(inputs.intersection(seen))
+    return False
+
+
+def _is_by_offset(node: fx.Node) -> bool:
+    return str(getattr(node.target, "__name__", node.target)).startswith("as_strided")
+
+
+def _begins(value: torch.Tensor) -> bool:
+    """Whether a tensor's first element is the first of its memory, in each call of the graph."""
+    offset = value.storage_offset()
+    return isinstance(offset, int) and offset == 0
 
 
 def _is_through(node: fx.Node | None) -> bool:

@@ -180,3 +180,36 @@ def test_gradients_through_views_of_a_written_input():
 def test_a_result_by_another_dtype_runs_by_eager_and_says_so():
     assert check(lambda x: (x.view(torch.int32).chunk(2, 1)[1],))
     assert "another dtype" in last_compilation().reason
+
+
+WRITES_AT_AN_OFFSET = {
+    "mul_": lambda x: x.mul_(3),
+    "a part": lambda x: x[0].add_(1),
+    "index_fill_": lambda x: x.index_fill_(0, torch.tensor([1]), 5.0),
+}
+READS_BY_OFFSET = {
+    "all of it": lambda x: x.as_strided((2, 2), (4, 1), 5) * 2,
+    "what lies before": lambda x: torch.as_strided(x, (3,), (1,), 1) * 2,
+    "of a view": lambda x: x[1:].as_strided((3,), (2,), 6) + 1,
+    "its own offset": lambda x: x.as_strided((2, 2), (x.stride(0), 1)) + 1,
+    "the view itself": lambda x: x.as_strided((2, 2), (4, 1), 5),
+}
+
+
+BY_OFFSETS = pairwise(WRITES_AT_AN_OFFSET, READS_BY_OFFSET, (True, False), (False, True))
+
+
+@pytest.mark.parametrize(("write", "read", "dynamic", "needs_gradient"), BY_OFFSETS)
+def test_a_written_input_is_read_by_offsets_of_its_memory(write, read, dynamic, needs_gradient):
+    """The input begins behind its memory. AOTAutograd takes the offset in the new content, which begins at 0."""
+
+    def fn(x, y):
+        WRITES_AT_AN_OFFSET[write](x)
+        return READS_BY_OFFSET[read](x), y * 2
+
+    torch._dynamo.reset()
+    x = torch.randn(6, 4)[1:5]
+    own = x._base.clone()[1:5]
+    y = torch.randn(3, requires_grad=needs_gradient)
+    got, want = torch.compile(fn, backend="fuser", dynamic=dynamic)(x, y)[0], fn(own, y)[0]
+    assert torch.equal(got, want) and torch.equal(x._base, own._base)
