@@ -1,4 +1,4 @@
-"""Convolutions in channels-last memory on a real GPU: no further from float64 than eager, in less memory."""
+"""Convolutions in channels-last memory on a real GPU: no further from float64 than eager."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_group_norms_between_convolutions(dtype: torch.dtype) -> None:
     from fuser.frontends.records import last_compilation
 
     torch.manual_seed(1)
-    model = blocks(64, 6).cuda().to(dtype).eval()
+    model = blocks(64, 10).cuda().to(dtype).eval()
     x = torch.randn(2, 64, 32, 32, device="cuda", dtype=dtype)
     with torch.no_grad():
         found, eager = torch.compile(model, backend=fuser_backend)(x), model(x)
@@ -36,21 +36,3 @@ def test_group_norms_between_convolutions(dtype: torch.dtype) -> None:
     assert found.stride() == eager.stride()
     assert (found - exact).square().mean() <= 2 * (eager - exact).square().mean()
     assert any(p.name == "tensor_cores_channels_last" and p.changed for p in last_compilation().passes)
-
-
-def test_a_kernel_writes_into_a_convolution() -> None:
-    """A step holds a convolution's result, not that and the activation's."""
-    from fuser.frontends.dynamo import fuser_backend
-
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(8, 64, 1), nn.ReLU(), nn.Conv2d(64, 8, 1)).cuda().eval()
-    x = torch.randn(4, 8, 128, 128, device="cuda")
-    fused = torch.compile(model, backend=fuser_backend)
-    large = 4 * 64 * 128 * 128 * 4
-    with torch.no_grad():
-        torch.testing.assert_close(fused(x), model(x), rtol=1e-3, atol=1e-3)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        fused(x)
-        assert torch.cuda.max_memory_allocated() - before < 1.8 * large
