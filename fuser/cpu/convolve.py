@@ -1,10 +1,11 @@
-"""Convolutions of channels-last images by a weight that was packed once, with what follows each element.
+"""Convolutions of channels-last images by a packed weight, with an epilogue.
 
-The weight is packed as that of a product (`packed.py`): its columns are the channels of the result, and its inner dim
-has all channels of the images for one place of the kernel after the other. A table holds where the channels of each
-point of a unit begin, for each place, or a row of zeros where that is padding. No copy of the images is made. Of few
-channels a whole line of the kernel is one place, whose elements follow each other; at the edges it is copied.
-What follows on each element (`epilogues.py`) is computed from the sums, and the result is rounded and written once.
+The weight is packed like that of a product (`packed.py`). Its columns are the channels of the result; its inner dim is
+all channels of the images, for each kernel position in turn. A table holds the address of the input channels for each
+output point of a unit and each kernel position; for padding it is a row of zeros. So the images are not copied. If the
+images have few channels, a whole line of the kernel counts as one position, since its elements are adjacent in memory;
+only lines that cross an edge are copied. The epilogue (`epilogues.py`) is computed from the sums, and the result is
+rounded and written once.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from fuser.cpu import packed
 from fuser.cpu.dots import Shape, shape_of
 from fuser.cpu.epilogues import PER_CHANNEL, Epilogue, applied
 
-_RUN_CHANNELS = 8  # of the images, below which a line of the kernel is taken as one run: each place ends the inner loop
+_RUN_CHANNELS = 8  # input channels below which a line of the kernel is one position: short inner loops are slow
 LAST = torch.channels_last
 
 
 def why_not(dtype: torch.dtype, channels: int) -> str | None:
-    """None if a kernel makes convolutions of images with so many channels here, else the reason."""
+    """None if this machine has a kernel for images with so many channels, else the reason."""
     return packed.why_not(dtype, channels)
 
 
 def pack(w: torch.Tensor) -> torch.Tensor:
-    """The panels of a weight (columns, channels, height, width)."""
+    """Pack a weight (columns, channels, height, width) into panels."""
     return packed.pack(w.permute(0, 2, 3, 1).reshape(w.shape[0], -1))
 
 
 def unpacked(panels: torch.Tensor, columns: int, channels: int, kernel: Sequence[int]) -> torch.Tensor:
-    """The weight (columns, channels, height, width) of which `pack` made panels."""
+    """The weight (columns, channels, height, width) that `pack` packed into these panels."""
     matrix = packed.unpacked(panels, columns, channels * kernel[0] * kernel[1])
     return matrix.view(columns, kernel[0], kernel[1], channels).permute(0, 3, 1, 2)
 
@@ -45,9 +46,9 @@ def convolution(
     x: torch.Tensor, panels: torch.Tensor, columns: int, kernel: Sequence[int], stride: Sequence[int],
     padding: Sequence[int], epilogue: Epilogue, factors: torch.Tensor | None, *others: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """The convolution of x (n, channels, height, width) and the weight of these panels, then the steps of an epilogue.
+    """The convolution of x (n, channels, height, width) with a packed weight, and an epilogue.
 
-    factors: float32, a row for each step that takes a number a channel. others: a tensor for each "sum".
+    factors: float32, a row of per-channel numbers for each "times" and "plus". others: a tensor for each "sum".
     """
     x = x if x.stride(1) == 1 else x.contiguous(memory_format=LAST)
     sizes = [(n + 2 * p - k) // s + 1 for n, p, k, s in zip(x.shape[2:], padding, kernel, stride)]
@@ -61,13 +62,13 @@ def convolution(
 
 @functools.lru_cache(maxsize=256)
 def _handle(dtype: torch.dtype, columns: int, epilogue: Epilogue, isa: str) -> Callable[..., Any]:
-    """Looked up at each call. Numbers of columns with one shape of blocks have one handle."""
+    """The kernel's handle, looked up at each call. Column counts with one block shape share a handle."""
     return _handle_of(dtype, shape_of(columns, machines.find(isa)), epilogue, isa)
 
 
 @functools.lru_cache(maxsize=64)
 def _handle_of(dtype: torch.dtype, shape: Shape, epilogue: Epilogue, isa: str) -> Callable[..., Any]:
-    from fuser.cpu import convolve_cpp, routines  # what writes a kernel is loaded where one is asked for
+    from fuser.cpu import convolve_cpp, routines  # the generator is imported on first use
 
     routine = convolve_cpp.routine(dtype, shape, epilogue, machines.find(isa))
     return routines.handle_of(routine, functools.partial(_otherwise, epilogue))

@@ -1,4 +1,4 @@
-"""The C++ of convolutions by packed weights, and the program that launches it. `convolve.py` says what they are."""
+"""The C++ of convolutions by packed weights, and the program that launches it; see `convolve.py`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchPr
 from fuser.machines import Machine
 from fuser.ops import cpp_load, cpp_store
 
-MOST_ROWS = 48  # points of a unit: a multiple of the rows of each shape
-PART_BYTES = 2048  # of a point's channels, that a pass over a unit takes
-_COLUMNS = 64  # of a unit, if panels are no wider
+MOST_ROWS = 48  # most output points of a unit: a multiple of the rows of each block shape
+PART_BYTES = 2048  # bytes of a point's channels that one pass over a unit takes
+_COLUMNS = 64  # columns of a unit, unless a panel is wider
 
 _ENTRY = """\
 HELPER
@@ -118,7 +118,7 @@ _IN_LANES = """\
 
 
 def _computed(epilogue: Epilogue, v: Value, *operands: Value) -> Value:
-    """The value of an epilogue's steps, of which some take operands."""
+    """The value of an epilogue for `v`; `operands` are those of its steps, in order."""
     rest = iter(operands)
     for step in epilogue:
         if step == "times":
@@ -131,7 +131,7 @@ def _computed(epilogue: Epilogue, v: Value, *operands: Value) -> Value:
 
 
 def _activated(step: str, v: Value) -> Value:
-    from fuser.lowering import activations  # a process that finds its kernels for ReLU loads no lowerings
+    from fuser.lowering import activations  # a process that finds its kernels on disk imports no lowerings
 
     if step == "relu6":
         return ops.minimum(activations.number(6, v), ops.maximum(activations.number(0, v), v))
@@ -178,12 +178,12 @@ def routine(dtype: torch.dtype, shape: Shape, epilogue: Epilogue, machine: Machi
 
 
 def _panels(width: int) -> int:
-    """Panels of a unit."""
+    """The number of panels of a unit."""
     return max(1, _COLUMNS // width)
 
 
 def _operands(epilogue: Epilogue) -> tuple[int, int]:
-    """How many rows of factors, and how many other tensors, an epilogue takes."""
+    """The number of rows of factors, and of other tensors, that an epilogue takes."""
     return sum(step in PER_CHANNEL for step in epilogue), sum(step == PER_ELEMENT for step in epilogue)
 
 

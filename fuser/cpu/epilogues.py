@@ -1,6 +1,6 @@
-"""What a kernel computes from each element of a convolution: a sequence of steps.
+"""Epilogues of convolutions: sequences of elementwise steps.
 
-"times" and "plus" take a number for each channel, "sum" an element of another tensor of the same sizes. The others are
+The operand of "times" and "plus" is a number per channel, that of "sum" a tensor of the same sizes. The other steps are
 activations.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 _aten = torch.ops.aten
 Epilogue = tuple[str, ...]
-ACTIVATIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {  # operators, and what follows their tensor
+ACTIVATIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {  # operator and arguments after the tensor
     "relu": (_aten.relu.default, (), {}),
     "relu6": (_aten.hardtanh.default, (0.0, 6.0), {}),
     "hardswish": (_aten.hardswish.default, (), {}),
@@ -27,7 +27,7 @@ PER_CHANNEL, PER_ELEMENT = ("times", "plus"), "sum"
 
 
 def applied(epilogue: Epilogue, x: torch.Tensor, factors: torch.Tensor | None, *others: torch.Tensor) -> torch.Tensor:
-    """The steps of an epilogue on a tensor (n, columns, height, width), by ATen."""
+    """The result of an epilogue for a tensor (n, columns, height, width), on ATen."""
     numbers, tensors = iter(() if factors is None else factors), iter(others)
     for step in epilogue:
         if step in PER_CHANNEL:

@@ -1,7 +1,7 @@
-"""What follows a frozen convolution on each element and may be part of its kernel: a bias, norms, sums, activations.
+"""Finds the epilogue of a frozen convolution: bias, batch norms, sums and activations that its kernel can include.
 
-A step is taken if it is the only reader of the one before, gives a tensor of the same sizes, dtype and order, and needs
-of the weights those alone that are frozen. The numbers that a bias and a norm have for each channel are computed once.
+A step is included if it is the only reader of the step before it, its result has the same sizes, dtype and strides, and
+its weights are frozen. The per-channel numbers of biases and norms are computed once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MOST_SUMS = 2
 
 @dataclass(frozen=True)
 class Following:
-    """The steps behind a convolution, the nodes that they replace, and what they take.
+    """The epilogue of a convolution, the nodes that the kernel replaces, and the epilogue's operands.
 
-    nodes: the convolution first, the one whose result the kernel gives last. vectors: in the order of the steps, a bias
+    nodes: from the convolution to the node whose result the kernel returns. vectors: in the order of the steps, a bias
     as (bias,), a norm as (weight, bias, mean, variance, eps). others: a tensor for each "sum".
     """
 
@@ -38,12 +38,12 @@ class Following:
 
     @property
     def tensors(self) -> tuple[fx.Node, ...]:
-        """The frozen weights that `factors_of` takes."""
+        """The frozen weights, which are the arguments of `factors_of`."""
         return tuple(v for vector in self.vectors for v in vector if isinstance(v, fx.Node))
 
 
 def following(conv: fx.Node) -> Following | None:
-    """What may be part of a convolution; None if its own bias is not frozen."""
+    """The epilogue that the kernel of a convolution can include; None if the convolution's bias is not frozen."""
     bias: Any = conv.args[2]
     if not (bias is None or _are_frozen((bias,))):
         return None
@@ -75,7 +75,7 @@ def following(conv: fx.Node) -> Following | None:
 
 
 def _are_frozen(nodes: Any) -> bool:
-    """Whether all are vectors of known sizes of frozen weights, or None."""
+    """Whether each node is a frozen vector of static size, or None."""
     given = [n for n in nodes if n is not None]
     return all(FROZEN in n.meta and n.meta["val"].dim() == 1 and are_numbers(*n.meta["val"].shape) for n in given)
 
@@ -88,7 +88,7 @@ def _is_like(node: fx.Node, conv: fx.Node) -> bool:
 
 
 def _norm_of(norm: fx.Node, x: fx.Node) -> fx.Node | None:
-    """The only result that is read of a norm of `x` with frozen weights and statistics."""
+    """The normalised result of a norm of `x`, if nothing reads the others and weights and statistics are frozen."""
     if norm.kwargs or norm.args[0] is not x or not _are_frozen(norm.args[1:5]) or len(norm.users) != 1:
         return None
     (result,) = norm.users
@@ -96,7 +96,10 @@ def _norm_of(norm: fx.Node, x: fx.Node) -> fx.Node | None:
 
 
 def _is_sum(node: fx.Node, value: fx.Node, conv: fx.Node) -> bool:
-    """Whether a node adds an earlier tensor of the convolution's sizes and dtype to a value: of two, the later adds."""
+    """Whether a node adds a tensor like the convolution's result to `value`, computed before it.
+
+    Of two convolutions that are added, the later one includes the sum.
+    """
     if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
         return False
     if any(value < a for a in node.all_input_nodes):
@@ -107,7 +110,7 @@ def _is_sum(node: fx.Node, value: fx.Node, conv: fx.Node) -> bool:
 
 
 def _activation(node: fx.Node) -> str | None:
-    """The name of an activation that a kernel computes."""
+    """The step of an activation node; None for other nodes."""
     for name, (target, arguments, named) in ACTIVATIONS.items():
         if node.target is target and tuple(node.args[1:]) == arguments and _stated(node) == named:
             return name
@@ -115,14 +118,14 @@ def _activation(node: fx.Node) -> str | None:
 
 
 def _stated(node: fx.Node) -> dict[str, Any]:
-    """The named arguments of an activation that are not the defaults."""
+    """The keyword arguments of an activation that differ from the defaults."""
     return {k: v for k, v in node.kwargs.items() if (k, v) != ("approximate", "none")}
 
 
 def factors_of(vectors: tuple[tuple[Any, ...], ...], *tensors: torch.Tensor) -> torch.Tensor:
-    """The numbers for each channel, a row for each step, in float32. They are computed in float64.
+    """The per-channel numbers, a row per step, in float32; computed in float64.
 
-    vectors: those of `Following`, a tensor in the place of each node by its number.
+    vectors: as in `Following`, with a node's index in `tensors` in its place.
     """
     rows: list[torch.Tensor] = []
     for vector in vectors:
@@ -140,7 +143,7 @@ def factors_of(vectors: tuple[tuple[Any, ...], ...], *tensors: torch.Tensor) -> 
 
 
 def numbered(vectors: tuple[tuple[Any, ...], ...]) -> Any:
-    """A function of the frozen weights alone that gives `factors_of`."""
+    """`factors_of` for these vectors, as a function of the frozen weights."""
     count = iter(range(5 * len(vectors)))
     places = tuple(tuple(next(count) if isinstance(v, fx.Node) else v for v in vector) for vector in vectors)
     return functools.partial(factors_of, places)

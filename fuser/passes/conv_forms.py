@@ -115,7 +115,7 @@ def seconds(c: Convolution) -> dict[str, float]:
 
 
 def why_not_own(c: Convolution) -> str | None:
-    """None if the package's kernel makes such convolutions on this machine, else the reason."""
+    """None if the package's kernel can compute such convolutions on this machine, else the reason."""
     if not c.frozen or c.mask is not None or c.transposed or c.groups != 1 or max(c.dilation) > 1:
         return "the kernel takes frozen weights, one group and no gaps between the places of its kernel"
     if linear_op() is None:
@@ -176,7 +176,7 @@ def _contestant(
     call: Callable[[torch.Tensor], torch.Tensor], pack: Callable[[torch.Tensor], torch.Tensor] | None,
     weights: list[torch.Tensor],
 ) -> Contestant:  # fmt: skip
-    """A contestant that takes one weight, packed if `pack` is given, after the other."""
+    """A contestant that uses copies of the weight in turn, packed if `pack` is given."""
     try:
         turns = itertools.cycle(weights if pack is None else list(map(pack, weights)))
     except RuntimeError as e:
@@ -188,7 +188,7 @@ def _with_epilogue(
     c: Convolution, calls: dict[str, Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:  # fmt: skip
-    """The calls with what follows behind each, by a kernel of its own, and the one that computes both."""
+    """The calls, each followed by a kernel for the epilogue, and the kernel that includes it."""
     steps = c.epilogue or ()
     count, sums = sum(s in PER_CHANNEL for s in steps), steps.count(PER_ELEMENT)
     factors = numbers(count * c.out[0], torch.float32, 4).view(count, c.out[0]) if count else None
@@ -222,7 +222,7 @@ _ORDERS = (torch.channels_last, torch.contiguous_format)
 
 @functools.cache
 def _kernel(steps: Epilogue, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """A kernel of the package for an epilogue alone: of a tensor, the numbers of each channel, and other tensors."""
+    """A kernel for an epilogue alone, as a function of a tensor, per-channel numbers and other tensors."""
     graph = fx.Graph()
     out = graph.placeholder("x")
     vectors = [graph.placeholder(f"a{n}") for n, s in enumerate(steps) if s in PER_CHANNEL]

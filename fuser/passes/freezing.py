@@ -55,7 +55,7 @@ def pack_weights(module: fx.GraphModule) -> int:
 
 
 def _by_own_kernel(conv: fx.Node) -> bool:
-    """Have the package's kernel compute a convolution and what follows, if it gives the strides that are expected."""
+    """Replace a convolution and its epilogue by a call of the package's kernel, if the strides are channels-last."""
     value, behind = conv.meta["val"], following(conv)
     columns, height, width = value.shape[1:]
     if behind is None or value.stride() != (columns * height * width, 1, width * columns, columns):
