@@ -376,7 +376,7 @@ class LogSoftmax:
         out = ops.sub(ops.sub(self.load(index), self.load_largest(row)), ops.log(self.load_total(row)))
         return ops.round_to(out, self.dtype) if self.ctx.numerics == "eager" else out
 
-    def total_over_classes(self, weight: TensorBox | None, factor: TensorBox | None = None) -> TensorBox:
+    def total_over_classes(self, weight: TensorBox | None) -> TensorBox:
         """Each row's sum of log probabilities, times the weights of classes if given."""
         load_weight = None if weight is None else self.ctx.loader(weight, self.ctx.size_of(weight), self.wide)
 
