@@ -19,7 +19,7 @@ from fuser.passes.classify import is_pointwise, op_name
 from fuser.passes.extract import GroupPlan, Plan
 from fuser.passes.grouping import Grouping
 from fuser.passes.hints import are_numbers, is_contiguous, same
-from fuser.passes.reinplacing import write_into
+from fuser.passes.reinplacing import alike, same_order, write_into
 
 LEAST_BYTES = 1 << 18  # size of an input, below which memory does not matter
 # Operators whose result is a new tensor, neither an argument nor a view of one.
@@ -99,7 +99,8 @@ def _result_for(group: GroupPlan, source: fx.Node) -> fx.Node | None:
             if not _keeps_order(user, node):
                 return None
             reached.append(user)
-            if user in made and fits is None and _is_like(user.meta.get("val"), value):
+            mine = user.meta.get("val")
+            if user in made and fits is None and alike(mine, value) and same_order(mine, value):
                 fits = made[user]
     return fits
 
@@ -116,10 +117,3 @@ def _keeps_order(user: fx.Node, source: fx.Node) -> bool:
     if op_name(user.target) in _REGROUPINGS:
         return is_contiguous(mine) and is_contiguous(theirs)
     return is_pointwise(user.target) and same(mine.shape, theirs.shape)
-
-
-def _is_like(a: Any, b: torch.Tensor) -> bool:
-    """Whether two tensors have equal sizes, strides and dtypes, on one device."""
-    if not isinstance(a, torch.Tensor) or a.dtype is not b.dtype or a.device != b.device:
-        return False
-    return same(a.shape, b.shape) and same(a.stride(), b.stride())

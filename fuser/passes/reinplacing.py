@@ -99,11 +99,11 @@ def _steps(plan: Plan, writes: list[_Write]) -> list[order.Step]:
 def _write(grouping: Grouping, copy: fx.Node, value: fx.Node, group: int, kept: bool) -> _Write | None:
     """The write that a group performs instead of `copy`; None if it could destroy data that is still read."""
     target: Any = copy.args[0]
-    if len(copy.args) != 2 or copy.kwargs or not _alike(target.meta.get("val"), value.meta.get("val")):
+    if len(copy.args) != 2 or copy.kwargs or not alike(target.meta.get("val"), value.meta.get("val")):
         return None
     if target.op != "placeholder" and not _is_dense(target.meta["val"]):
         return None
-    if len(value.users) > 1 and not kept and not _same_order(target.meta["val"], value.meta["val"]):
+    if len(value.users) > 1 and not kept and not same_order(target.meta["val"], value.meta["val"]):
         return None  # others then read the input, and an operator's result may depend on its argument's strides
     number, ordered = grouping.group_of.get(base_of(value)), False
     pending = [(base_of(target), u) for u in base_of(target).users]
@@ -143,7 +143,7 @@ def _is_dense(value: torch.Tensor) -> bool:
     return is_contiguous(value)
 
 
-def _alike(a: Any, b: Any) -> bool:
+def alike(a: Any, b: Any) -> bool:
     """Whether two strided tensors have equal shapes, dtypes and devices, by their text. Adds no guard."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
@@ -151,7 +151,8 @@ def _alike(a: Any, b: Any) -> bool:
     return plain and list(map(str, a.shape)) == list(map(str, b.shape))
 
 
-def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have equal strides, by their text. Adds no guard."""
     return list(map(str, a.stride())) == list(map(str, b.stride()))
 
 
