@@ -12,6 +12,7 @@ _ATTENTION = (
 )
 _COMPLEX = "aten.view_as_real aten.view_as_complex aten.complex aten.polar aten.angle aten.abs aten.sgn aten.eq"
 _CONVOLUTION = "aten.convolution"
+_CUDA = "cuda"
 _FLEX = "flex_attention flex_attention_backward"
 _MATRICES = "aten.mm aten.bmm aten.addmm aten.baddbmm"
 _KINKS = "aten.threshold_backward aten.leaky_relu_backward aten.hardtanh_backward"
@@ -34,13 +35,16 @@ JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("small_products_to_sums", later("small_products", "small_products_to_sums"), calls=_MATRICES),
     Pass("add_to_addmm", later("matmuls", "add_to_addmm"), calls="aten.mm"),
     Pass("addmm_to_add", later("matmuls", "addmm_to_add"), calls="aten.addmm"),
-    Pass("aligned_products", later("aligned_products", "aligned_products"), calls="aten.mm aten.addmm"),
+    Pass("aligned_products", later("aligned_products", "aligned_products"), calls="aten.mm aten.addmm", device=_CUDA),
     Pass("forget_statistics", later("statistics", "forget_statistics"), calls="aten.native_batch_norm_backward"),
     Pass("norms_again", later("norms", "norms_again"), calls="aten._native_batch_norm_legit_functional"),
     Pass("keep_logits", later("losses", "keep_logits"), calls="aten._log_softmax"),
     Pass("pools_by_offsets", later("pools", "pools_by_offsets"), calls=_POOLS),
     Pass("kinks_by_masks", later("kinks", "kinks_by_masks"), calls=_KINKS),
     Pass("convolutions_channels_last", later("convolutions", "convolutions_channels_last"), calls=_CONVOLUTION),
-    Pass("tensor_cores_channels_last", later("conv_tensor_cores", "tensor_cores_channels_last"), calls=_CONVOLUTION),
+    Pass(
+        "tensor_cores_channels_last", later("conv_tensor_cores", "tensor_cores_channels_last"), calls=_CONVOLUTION,
+        device=_CUDA,
+    ),
     Pass("decompose_norms", later("norm_results", "decompose_norms"), calls=_NORMS),
 )

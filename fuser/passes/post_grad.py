@@ -14,6 +14,7 @@ _ON_CUDA = (
     "aten._scaled_dot_product_cudnn_attention aten._scaled_dot_product_cudnn_attention_backward "
     "aten._scaled_dot_product_efficient_attention aten._scaled_dot_product_efficient_attention_backward"
 )
+_CUDA = "cuda"
 _EMBEDDING = "aten.embedding_dense_backward"
 _FLEX = "flex_attention flex_attention_backward"
 _LIBRARY = "aten.mm aten.bmm aten.addmm aten.baddbmm aten.convolution aten.convolution_backward"
@@ -36,9 +37,12 @@ POST_GRAD: tuple[Pass, ...] = (
     Pass("linear_to_onednn", later("onednn", "linear_to_onednn"), calls="aten.mm aten.addmm"),
     Pass("fold_epilogues", later("onednn", "fold_epilogues"), calls="mkldnn._linear_pointwise"),
     Pass("pack_weights", later("freezing", "pack_weights"), setting="freeze"),
-    Pass("fold_into_cublas", later("cublas", "fold_into_cublas"), calls="aten.mm aten.addmm"),
-    Pass("slices_by_parts", later("sliced_products", "slices_by_parts"), calls="aten.mm aten.addmm"),
-    Pass("bias_behind_convolution", later("conv_bias", "bias_behind_convolution"), calls="aten.convolution"),
+    Pass("fold_into_cublas", later("cublas", "fold_into_cublas"), calls="aten.mm aten.addmm", device=_CUDA),
+    Pass("slices_by_parts", later("sliced_products", "slices_by_parts"), calls="aten.mm aten.addmm", device=_CUDA),
+    Pass(
+        "bias_behind_convolution", later("conv_bias", "bias_behind_convolution"), calls="aten.convolution",
+        device=_CUDA,
+    ),
     Pass("add_rows_in_place", later("accumulate", "add_rows_in_place"), calls=_EMBEDDING),
     Pass("add_rows_to_zeros", later("accumulate", "add_rows_to_zeros"), calls=_EMBEDDING),
     Pass("drop_dead", drop_dead),

@@ -21,6 +21,7 @@ from fuser.errors import ConfigError, PassError
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import checking, sources
 from fuser.passes.calls import called
+from fuser.passes.classify import tensors_of
 from fuser.startup import import_at_rest
 
 _log = logging.getLogger(__name__)
@@ -33,8 +34,9 @@ class Pass:
     A user's function may also return a bool, None (perhaps changed), another graph module or a PassResult. `line`
     describes the pass. `built_in` passes are not checked if `config.check_passes` is off; users' passes always are.
     `calls`: names (see `calls.called`), separated by spaces, of which a graph has to call one for the pass to change
-    anything; a last `*` matches any ending. `setting`: a setting of `fuser.config` that has to be on. The pass is
-    skipped otherwise, unless `config.check_passes` checks that it changes nothing.
+    anything; a last `*` matches any ending. `setting`: a setting of `fuser.config` that has to be on. `device`: a type
+    of device that the graph must have a tensor on. The pass is skipped otherwise, unless `config.check_passes` checks
+    that it changes nothing.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Pass:
     built_in: bool = True
     calls: str = ""
     setting: str = ""
+    device: str = ""
 
     @property
     def doc(self) -> str:
@@ -50,14 +53,15 @@ class Pass:
         function = self.function.loaded if isinstance(self.function, later) else self.function
         return self.line or (function.__doc__ or "").strip().split("\n")[0]
 
-    def may_change(self, present: frozenset[str]) -> bool:
+    def may_change(self, graph: fx.Graph, present: frozenset[str]) -> bool:
         """Whether the pass may change a graph that calls the names in `present`, under the settings in force."""
         if self.setting and not getattr(config, self.setting):
             return False
-        return not self.calls or any(
+        calls_one = not self.calls or any(
             name in present or name.endswith("*") and any(p.startswith(name[:-1]) for p in present)
             for name in self.calls.split()
         )
+        return calls_one and (not self.device or has_device(graph, self.device))
 
 
 class later:
@@ -132,7 +136,7 @@ def run_passes(module: fx.GraphModule, passes: Iterable[Numbered], disabled: fro
         for p in passes:
             if not is_enabled(p, disabled):
                 continue
-            if not p.item.may_change(present):
+            if not p.item.may_change(module.graph, present):
                 records.append(_left_out(module, p, unknown))
                 continue
             records.append(_run(module, p, unknown))
@@ -147,9 +151,14 @@ def _left_out(module: fx.GraphModule, p: Numbered, unknown: bool) -> PassRecord:
         return PassRecord(p.item.name, 0, 0.0, p.stage)
     record = _run(module, p, unknown)
     if record.changed:
-        wanted = p.item.calls or f"config.{p.item.setting}"
+        wanted = " ".join(filter(None, (p.item.calls, p.item.setting and f"config.{p.item.setting}", p.item.device)))
         raise PassError(f"pass {p.item.name!r} changed a graph without what it is said to need: {wanted}")
     return record
+
+
+def has_device(graph: fx.Graph, device_type: str) -> bool:
+    """Whether a node of a graph has a tensor on a device of this type."""
+    return any(t.device.type == device_type for node in graph.nodes for t in tensors_of(node.meta.get("val")))
 
 
 def _has_unknown_sizes(module: fx.GraphModule) -> bool:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fuser
-from fuser.passes import aligned_products, sliced_products
+from fuser.passes import aligned_products, runner, sliced_products
 from fuser.passes.aligned_products import Product, runs_of
 
 # rows, inner, columns: each odd or a multiple of 8, one even
@@ -26,6 +26,7 @@ def everywhere(monkeypatch):
         asked.append(product)
         return True
 
+    monkeypatch.setattr(runner, "has_device", lambda graph, device_type: True)
     monkeypatch.setattr(aligned_products, "DEVICE", "cpu")
     monkeypatch.setattr(aligned_products, "LEAST_WORK", 0)
     monkeypatch.setattr(aligned_products, "is_faster", is_faster)

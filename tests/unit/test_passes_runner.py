@@ -15,10 +15,10 @@ from torch import fx
 
 import fuser.passes
 from fuser import config, debug
-from fuser.errors import ConfigError
+from fuser.errors import ConfigError, PassError
 from fuser.frontends.dynamo import forget_compilations, fuser_backend, last_compilation
 from fuser.passes import registry
-from fuser.passes.runner import Pass
+from fuser.passes.runner import Numbered, Pass, run_passes
 from tests import forked
 
 aten = torch.ops.aten
@@ -66,6 +66,24 @@ def test_passes_run_in_order_and_are_timed():
     assert names() == listed and len(set(listed)) == len(listed)
     assert changed("merge_equal") == 2
     assert all(r.seconds >= 0 and r.stage for r in last_compilation().passes)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_passes_of_another_device_are_skipped(device):
+    """Their modules are not imported either: `later` imports one when its pass runs."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    relu = graph.call_function(aten.relu.default, (x,))
+    x.meta["val"] = relu.meta["val"] = torch.empty(2)
+    graph.output((relu,))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    only = Numbered(1, "post_grad", Pass("swap", swap, calls="aten.relu", device=device))
+    with config.override(check_passes=False):
+        (record,) = run_passes(module, [only], frozenset())
+    assert record.changed == (device == "cpu")
+    if device == "cuda":
+        with config.override(check_passes=True), pytest.raises(PassError, match="cuda"):
+            run_passes(module, [only], frozenset())
 
 
 def test_switched_off_by_name():
