@@ -36,7 +36,7 @@ from fuser.runtime.loops import LOOPS, Form
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 _HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 # Passes that insert calls whose kernels a file does not contain.
-_NOT_IN_FILES = ("attention_by_parts", "attention_by_blocks", "slices_by_parts")
+_NOT_IN_FILES = ("attention_by_parts", "attention_by_blocks", "slices_by_parts", "long_windows_to_products")
 
 
 def compile_program(

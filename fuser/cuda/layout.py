@@ -10,7 +10,7 @@ import torch
 from fuser.cuda import tiles
 from fuser.cuda.moments import alone_behind, moments_by_phase
 from fuser.cuda.text import Guard, divisor_class
-from fuser.cuda.windows import has_stride, reads_windows
+from fuser.cuda.windows import has_stride, reads_many, reads_windows
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import ONE, Expr, coefficient, expr, floordiv, product, symbols
 from fuser.lazy_dataclasses import dataclass
@@ -274,12 +274,14 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     elements, guards = _pointwise_class(total, vector.size if others else None, sizes, ctx)
     if any(r.traits.draw is not None for r in plan.rows) and sizes and min(sizes) == 1 < max(sizes):
         elements = min(elements, tiles.DRAWN_ELEMENTS)
+    many = reads_many(plan)
+    elements <<= many and elements > tiles.SMALL_ELEMENTS
     elements = min(max(tiles.scaled(elements, ctx.variant.outer), 128), tiles.MOST_ELEMENTS)
     warps = max(tiles.scaled(tiles.POINTWISE_WARPS, ctx.variant.warps), 1)
     short = vector.hint < tiles.SHORT_VECTOR
     if not others or short:
         return Layout([], [Dim(axes, elements, "x")], warps, guards)
-    tile = tiles.pointwise(ctx.hint(product(a.size for a in others)), vector.hint, elements)
+    tile = tiles.pointwise(ctx.hint(product(a.size for a in others)), vector.hint, elements, tiles.WINDOW_WIDTHS if many else None)
     inner = Dim([vector], tile.inner, "x")
     if tile.outer == 1:
         shared, why = _shared(plan, vector, others, ctx)

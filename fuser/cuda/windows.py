@@ -21,6 +21,7 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import KernelPlan
 
 FEWEST = 3  # loads of one tensor that make a window
+MANY = 8  # loads of one tensor, from which arithmetic takes longer than memory
 _COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 _INT32 = 1 << 31
 
@@ -63,6 +64,14 @@ def reads_windows(plan: KernelPlan) -> bool:
         if len(steps) >= FEWEST and any((s.as_int() or 0) * itemsize[name] % VECTOR for s in steps):
             return True
     return False
+
+
+def reads_many(plan: KernelPlan) -> bool:
+    """Whether a plan reads many neighbours of each element, all in vectors, as convolutions of channels do."""
+    if plan.reductions or plan.ordered is not None or plan.vector is None:
+        return False
+    found = (places for places in _places(plan).values() if len(places) >= MANY)
+    return any(all(coefficient(p, plan.vector) == ONE for p in places) for places in found)
 
 
 def has_stride(plan: KernelPlan) -> bool:

@@ -100,8 +100,8 @@ def sliding(
     shared = overlap(sizes, steps, gaps if backward else (1,) * n)
     if n > ctx.target.window_dims and shared > 1:
         raise Unsupported(f"windows of {n} dims that overlap, which ATen is faster with")
-    read = shared if backward else max(sizes) if by_dims else math.prod(sizes)
-    if read > MOST_PLACES:
+    most = shared if backward else max(sizes) if by_dims else math.prod(sizes)
+    if most > MOST_PLACES:
         what = ("an element in", "windows") if backward else ("a window of", "places")
         raise Unsupported(f"{what[0]} more than {MOST_PLACES} {what[1]}")
     size = tuple(whole[-n:])
@@ -189,13 +189,13 @@ def _sum(w: Sliding, load: Load, index: Index, along: Sequence[int]) -> Value:
             p = where[lead + d] = w.start(d, index[lead + d]) + s * w.dilation[d]
             for own in w.conditions(d, p, s):
                 inside = own if inside is None else ops.logical_and(inside, own)
-        value = _read(load, tuple(where), inside, 0)
+        value = read(load, tuple(where), inside, 0)
         total = value if total is None else ops.add(total, value)
     assert total is not None
     return total
 
 
-def _read(load: Load, index: Index, inside: Value | None, other: float | int | bool) -> Value:
+def read(load: Load, index: Index, inside: Value | None, other: float | int | bool) -> Value:
     """The element at an index; `other` outside of the tensor."""
     return load(index) if inside is None else ops.masked(inside, lambda: load(index), other)
 
@@ -271,7 +271,7 @@ def _uneven_means(ctx: LoweringContext, x: TensorBox, owns: Sequence[int], out: 
                 if k >= min(length):
                     own = ops.lt(ops.index_expr(p), ops.index_expr(end))
                     inside = own if inside is None else ops.logical_and(inside, own)
-            value = _read(load, (*first, *where), inside, 0)
+            value = read(load, (*first, *where), inside, 0)
             total = value if total is None else ops.add(total, value)
         assert total is not None
         for start, end in zip(starts, ends):
@@ -299,7 +299,7 @@ def _pooled(
         steps = [_first_inside(w, d, a) for d, a in enumerate(at)]
         place = _place(w, at, steps, place_dtype)
         for step, (where, inside) in zip(itertools.product(*map(range, w.kernel)), w.places(at)):
-            value = _read(load, (*first, *where), inside(), least)
+            value = read(load, (*first, *where), inside(), least)
             if place_dtype is not None:
                 better = ops.gt(value, best)
                 if x.dtype.is_floating_point:
@@ -400,7 +400,7 @@ def lower_im2col(
                 here = ops.index_expr(p)
                 own = ops.logical_and(ops.ge(here, 0), ops.lt(here, ops.index_expr(w.size[d])))
                 inside = own if inside is None else ops.logical_and(inside, own)
-        return _read(load, (*first, *where), inside, 0)
+        return read(load, (*first, *where), inside, 0)
 
     columns = ctx.pointwise(size, x.dtype, inner)
     return reshape_box(ctx, columns, [*batch, channels * product(w.kernel), product(w.count)])

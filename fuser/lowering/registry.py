@@ -5,6 +5,7 @@ from __future__ import annotations
 from fuser.lowering import (  # noqa: F401
     activations,
     creation,
+    depthwise,
     gradients,
     indexing,
     joining,

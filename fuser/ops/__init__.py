@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ops import pointwise, pools, products, random, reductions, scans, special
+from fuser.ops import depthwise, pointwise, pools, products, random, reductions, scans, special
 from fuser.ops.cells import (
     CPP_TYPEDEFS,
     CPP_TYPES,
@@ -147,10 +147,10 @@ def triton_combine(name: str, dtype: torch.dtype, *args: str) -> str:
 
 __all__ = [
     "ALL", "BOOL", "CPP_TYPEDEFS", "CPP_TYPES", "FLOAT8", "FLOATS", "INTS", "JOINING", "LOGIC", "LOW", "NO_INDEX",
-    "NO_OP", "pools", "products", "OPS", "PRELUDE", "REDUCTIONS", "SCANS", "TURNING", "atom", "OpRow", "ReductionRow",
-    "ScanRow", "compute_dtype", "cpp_cell", "cpp_combine", "cpp_constant", "cpp_convert", "cpp_lanes", "cpp_lanes_near",
-    "cpp_load", "cpp_near", "cpp_overtakes", "cpp_round", "cpp_step", "cpp_store", "has_lanes", "helpers_in",
-    "cell_helpers", "known_helpers", "prelude_for", "wrap_int", "TRITON_POINTERS", "TRITON_TYPES", "triton_cell",
-    "triton_combine", "triton_folder", "triton_constant", "triton_convert", "triton_load", "triton_number",
-    "triton_prelude", "triton_store",
+    "NO_OP", "depthwise", "pools", "products", "OPS", "PRELUDE", "REDUCTIONS", "SCANS", "TURNING", "atom", "OpRow",
+    "ReductionRow", "ScanRow", "compute_dtype", "cpp_cell", "cpp_combine", "cpp_constant", "cpp_convert", "cpp_lanes",
+    "cpp_lanes_near", "cpp_load", "cpp_near", "cpp_overtakes", "cpp_round", "cpp_step", "cpp_store", "has_lanes",
+    "helpers_in", "cell_helpers", "known_helpers", "prelude_for", "wrap_int", "TRITON_POINTERS", "TRITON_TYPES",
+    "triton_cell", "triton_combine", "triton_folder", "triton_constant", "triton_convert", "triton_load",
+    "triton_number", "triton_prelude", "triton_store",
 ]  # fmt: skip

@@ -35,6 +35,7 @@ JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("small_products_to_sums", later("small_products", "small_products_to_sums"), calls=_MATRICES),
     Pass("add_to_addmm", later("matmuls", "add_to_addmm"), calls="aten.mm"),
     Pass("addmm_to_add", later("matmuls", "addmm_to_add"), calls="aten.addmm"),
+    Pass("patches_to_products", later("patches", "patches_to_products"), calls=_CONVOLUTION, device=_CUDA),
     Pass("aligned_products", later("aligned_products", "aligned_products"), calls="aten.mm aten.addmm", device=_CUDA),
     Pass("forget_statistics", later("statistics", "forget_statistics"), calls="aten.native_batch_norm_backward"),
     Pass("norms_again", later("norms", "norms_again"), calls="aten._native_batch_norm_legit_functional"),
@@ -46,5 +47,6 @@ JOINT_GRAPH: tuple[Pass, ...] = (
         "tensor_cores_channels_last", later("conv_tensor_cores", "tensor_cores_channels_last"), calls=_CONVOLUTION,
         device=_CUDA,
     ),
+    Pass("depthwise_by_kernels", later("depthwise", "depthwise_by_kernels"), calls=_CONVOLUTION, device=_CUDA),
     Pass("decompose_norms", later("norm_results", "decompose_norms"), calls=_NORMS),
 )

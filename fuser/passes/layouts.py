@@ -154,10 +154,19 @@ class Relayout:
         form = None
         if isinstance(old, torch.Tensor):
             form = next((f for f in _FORMATS if old.is_contiguous(memory_format=f)), None)
-        if form is None:
-            raise Unsupported(f"{node.name} cannot be copied back into strides of its own")
-        new = node if _is_in_order(node.meta["val"], old) else self.in_format(node, form)
+        if _is_in_order(node.meta["val"], old):
+            new = node
+        else:
+            new = self.in_format(node, form) if form is not None else self._turned(node, old)
         return new if new.meta["val"].stride() == old.stride() else self._restrided(new, old)
+
+    def _turned(self, node: fx.Node, old: Any) -> fx.Node:
+        """A copy of a node with its dims in memory in the order of those of `old`, such as a transposed matrix."""
+        order = sorted(range(old.dim()), key=old.stride, reverse=True) if isinstance(old, torch.Tensor) else []
+        if not order or not old.permute(order).is_contiguous():
+            raise Unsupported(f"{node.name} cannot be copied back into strides of its own")
+        rows = self.in_format(self.call(aten.permute.default, node, order), torch.contiguous_format)
+        return self.call(aten.permute.default, rows, [order.index(d) for d in range(len(order))])
 
     def _restrided(self, node: fx.Node, old: torch.Tensor) -> fx.Node:
         """A view of a node with the strides of `old`, which differ only in dims of size 1."""

@@ -43,6 +43,10 @@ POST_GRAD: tuple[Pass, ...] = (
         "bias_behind_convolution", later("conv_bias", "bias_behind_convolution"), calls="aten.convolution",
         device=_CUDA,
     ),
+    Pass(
+        "long_windows_to_products", later("long_windows", "long_windows_to_products"), calls="aten.convolution",
+        device=_CUDA,
+    ),
     Pass("add_rows_in_place", later("accumulate", "add_rows_in_place"), calls=_EMBEDDING),
     Pass("add_rows_to_zeros", later("accumulate", "add_rows_to_zeros"), calls=_EMBEDDING),
     Pass("drop_dead", drop_dead),

@@ -498,6 +498,21 @@ def largest_in_windows(size: tuple[int, ...], kernel: list[int], *more: list[int
     return both, make
 
 
+def channels_alone(length: int, stride: int) -> tuple[Callable[..., Any], Make]:
+    """A depthwise convolution with what follows it in a mobile network, in channels-last memory."""
+
+    def make(inputs: Inputs) -> tuple[Any, ...]:
+        x = inputs.normal(2, 48, 9, 10, dtype=BF16).to(memory_format=torch.channels_last)
+        return x, inputs.normal(length, length, 48), inputs.normal(48, 1, 1, dtype=BF16)
+
+    def block(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sides = [stride] * 2, [length // 2] * 2, [1, 1]
+        y = F.silu(torch.ops.fuser.depthwise(x, w, None, *sides) * scale)
+        return y, y.mean([2, 3])
+
+    return block, make
+
+
 def average_gradient(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.avg_pool2d_backward(g, x, [3, 2], [2, 2], [1, 0], True, False, None)
 
@@ -520,6 +535,10 @@ POOLS = (
     Case("pool/offsets", *largest_in_windows((2, 3, 9, 16), [3, 2], [2, 1], [1, 1], [1, 1])),
     Case("pool/offsets/gaps", *largest_in_windows((2, 3, 9, 16), [3, 4], [2, 1], [1, 2], [2, 3])),
     Case("pool/offsets/apart", *largest_in_windows((2, 2, 5, 6, 7), [2, 3, 2], [2, 3, 2], [1, 0, 1], [1, 1, 1])),
+    Case("depthwise/last", *channels_alone(3, 1)),
+    Case("depthwise/strided", *channels_alone(5, 2)),
+    Case("depthwise/rows", lambda x, w: torch.ops.fuser.depthwise(x, w, None, [1], [3], [1]).sigmoid(),
+         lambda i: (i.normal(2, 16, 40), i.normal(4, 16))),
     Case("exact/quotient", lambda x: (x / 8.0, x.double() / 0.25, x / -2.0),
          lambda i: (signed_pairs(i, torch.float32)[0],)),
 )  # fmt: skip

@@ -1,11 +1,13 @@
-"""Convolutions in channels-last memory on a real GPU: no further from float64 than eager."""
+"""Convolutions on a real GPU, in other forms than cuDNN's: no further from float64 than eager."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 pytestmark = pytest.mark.cuda
@@ -36,3 +38,90 @@ def test_group_norms_between_convolutions(dtype: torch.dtype) -> None:
     assert found.stride() == eager.stride()
     assert (found - exact).square().mean() <= 2 * (eager - exact).square().mean()
     assert any(p.name == "tensor_cores_channels_last" and p.changed for p in last_compilation().passes)
+
+
+def compared(model: nn.Module, x: torch.Tensor, passed: str, train: bool = False) -> None:
+    """Results, and in training gradients, are no further from float64 than eager's; the pass has changed the graph."""
+    from fuser.frontends.dynamo import fuser_backend
+    from fuser.frontends.records import compilations
+
+    def run(model: nn.Module, call: Callable[..., torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+        if not train:
+            with torch.no_grad():
+                return [call(x)]
+        out = call(x)
+        out.float().square().mean().backward()
+        return [out, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    models = [copy.deepcopy(model) for _ in range(2)]
+    found = run(models[0], torch.compile(models[0], backend=fuser_backend), x)
+    eager = run(models[1], models[1], x)
+    model = model.double()
+    exact = run(model, model, x.double())
+    assert any(p.name == passed and p.changed for record in compilations()[-2:] for p in record.passes)
+    for f, e, right in zip(found, eager, exact, strict=True):
+        assert f.stride() == e.stride() and f.dtype is e.dtype
+        assert (f - right).square().mean() <= 4 * (e - right).square().mean() + 1e-20
+
+
+class Mobile(nn.Module):
+    """Inverted residual blocks with squeezed gates."""
+
+    def __init__(self, channels: int, stride: int, length: int) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Conv2d(channels, 4 * channels, 1), nn.Conv2d(4 * channels, channels, 1)
+        self.alone = nn.Conv2d(4 * channels, 4 * channels, length, stride, length // 2, groups=4 * channels, bias=False)
+        self.norm, self.gate = nn.BatchNorm2d(4 * channels), nn.Conv2d(4 * channels, 4 * channels, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.silu(self.norm(self.alone(F.silu(self.widen(x)))))
+        out: torch.Tensor = self.narrow(y * self.gate(y.mean([2, 3], keepdim=True)).sigmoid())
+        return out
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("stride, length", ((1, 3), (2, 3), (1, 5), (2, 5)))
+def test_depthwise(dtype: torch.dtype, stride: int, length: int) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Mobile(24, stride if n == 1 else 1, length) for n in range(3))).cuda().to(dtype).eval()
+    compared(model, torch.randn(8, 24, 56, 56, device="cuda", dtype=dtype), "depthwise_by_kernels")
+
+
+@pytest.mark.parametrize("train", (False, True))
+@pytest.mark.parametrize("size, length", ((224, 16), (224, 14)))
+def test_patches(size: int, length: int, train: bool) -> None:
+    torch.manual_seed(1)
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cut, self.norm = nn.Conv2d(3, 192, length, length), nn.LayerNorm(192)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            tokens: torch.Tensor = self.norm(self.cut(x).flatten(2).transpose(1, 2))
+            return tokens
+
+    x = torch.randn(32, 3, size, size, device="cuda", dtype=torch.bfloat16)
+    compared(Tokens().cuda().bfloat16().train(train), x, "patches_to_products", train)
+
+
+@pytest.mark.parametrize("train", (False, True))
+def test_long_windows(train: bool) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv1d(768, 768, 128, padding=64, groups=16), nn.GELU()).cuda().bfloat16()
+    x = torch.randn(8, 768, 499, device="cuda", dtype=torch.bfloat16)
+    compared(model.train(train), x, "long_windows_to_products", train)
+
+
+@pytest.mark.parametrize("channels", (64, 96))
+def test_groups(channels: int) -> None:
+    """Whichever memory order wins."""
+    torch.manual_seed(1)
+    block = [nn.Conv2d(channels, channels, 3, padding=1, groups=4), nn.BatchNorm2d(channels), nn.ReLU()]
+    model = nn.Sequential(*(copy.deepcopy(m) for _ in range(4) for m in block)).cuda().bfloat16().eval()
+    x = torch.randn(16, channels, 56, 56, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        found, eager = torch.compile(model, backend="fuser")(x), model(x)
+        exact = copy.deepcopy(model).double()(x.double())
+    assert found.stride() == eager.stride()
+    assert (found - exact).square().mean() <= 4 * (eager - exact).square().mean()

@@ -1,0 +1,71 @@
+"""Grouped convolutions on CUDA, timed in both memory orders once on each device.
+
+Which order is faster depends on the channels of a group: of a RegNet's 24, cuDNN reorders channels-last images, of a
+ResNeXt's 4 to 32 the usual ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+USUAL, LAST = "contiguous", "channels-last"
+
+
+def are_faster_last(nodes: Sequence[fx.Node]) -> bool:
+    """Whether convolutions take less time in channels-last memory, all together. True for none."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    if not nodes:
+        return True
+    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return False
+    totals = {USUAL: 0.0, LAST: 0.0}
+    for node in nodes:
+        with torch.cuda.device(node.meta["val"].device), unset_fake_temporarily():
+            try:
+                times = _times(node)
+            except (torch.cuda.OutOfMemoryError, RuntimeError):
+                return False
+        for name, time in times:
+            totals[name] += time
+    return totals[LAST] < totals[USUAL]
+
+
+def _times(node: fx.Node) -> Sequence[tuple[str, float]]:
+    """Microseconds in each order: of an earlier race or a new one."""
+    from fuser.cuda import choices
+
+    args: Any = node.args
+    x, weight, bias, *behind = args
+    sizes: Any = [tuple(n.meta["val"].shape) for n in (x, weight)]
+    dtype = node.meta["val"].dtype
+    name = choices.name_of("grouped convolution", *sizes, str(dtype), bias is not None, behind)
+    found = choices.find(name)
+    if found is None:
+        found = choices.race(runs_of(sizes[0], sizes[1], dtype, bias is not None, behind), USUAL)
+        what = f"convolution of {'×'.join(map(str, sizes[0]))} in {behind[-1]} groups {str(dtype)[6:]}"
+        choices.keep(name, dataclasses.replace(found, what=what))
+    return found.times
+
+
+def runs_of(
+    size: Sequence[int], weights: Sequence[int], dtype: torch.dtype, has_bias: bool, behind: Sequence[Any],
+    device: str = "cuda",
+) -> dict[str, Callable[[], Any]]:  # fmt: skip
+    """The convolution on a device in both memory orders."""
+    x, weight = (torch.randn(s, device=device, dtype=dtype) for s in (size, weights))
+    behind = [list(b) if isinstance(b, Sequence) else b for b in behind]
+    channels = weights[0] if not behind[3] else weights[1] * behind[5]
+    bias = torch.randn(channels, device=device, dtype=dtype) if has_bias else None
+
+    def run(form: torch.memory_format) -> Callable[[], Any]:
+        image, filters = x.contiguous(memory_format=form), weight.contiguous(memory_format=form)
+        return lambda: aten.convolution.default(image, filters, bias, *behind)
+
+    return {USUAL: run(torch.contiguous_format), LAST: run(torch.channels_last)}

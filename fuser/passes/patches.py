@@ -1,0 +1,253 @@
+"""Convolutions on CUDA whose windows neither overlap nor leave gaps: products of patches and weights.
+
+So images become tokens in vision transformers, and networks halve their images. A copy puts the elements of each patch
+side by side; the kernel that computes the image may store it so. The result is in channels-last memory, whose rows are
+the tokens that transformers read. cuDNN copies images of three channels twice: on an H200, 16 images of 3x518x518 in
+patches of 14x14 to 768 channels take it 0.6 ms in bfloat16.
+
+Which is faster is measured once on each device, the product with a copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser import config
+from fuser.errors import Unsupported
+from fuser.lazy_dataclasses import dataclass
+from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
+
+aten = torch.ops.aten
+DEVICE = "cuda"
+_HALVES = (torch.float16, torch.bfloat16)
+_LEAST_WORK = 1 << 26  # multiplications, below which launches decide
+Patched = dict[Any, fx.Node]
+
+
+@dataclass(frozen=True)
+class Patches:
+    """A convolution of images (images, channels, *count * kernel) by filters (filters, channels, *kernel).
+
+    last: the images are in channels-last memory, so that patches keep their channels side by side.
+    """
+
+    images: int
+    channels: int
+    count: tuple[int, ...]
+    kernel: tuple[int, ...]
+    filters: int
+    dtype: torch.dtype
+    bias: bool
+    last: bool
+
+    @property
+    def rows(self) -> int:
+        """The number of patches."""
+        return self.images * math.prod(self.count)
+
+    @property
+    def inner(self) -> int:
+        """The number of elements of a patch."""
+        return self.channels * math.prod(self.kernel)
+
+    @property
+    def order(self) -> list[int]:
+        """Dims of (images, channels, rows, kernel rows, columns, kernel columns) in the order of a patch's elements."""
+        n = len(self.kernel)
+        places, elements = [2 + 2 * d for d in range(n)], [3 + 2 * d for d in range(n)]
+        return [0, *places, *elements, 1] if self.last else [0, *places, 1, *elements]
+
+    def key(self) -> tuple[Any, ...]:
+        """The key of the class: patches count by their power of two."""
+        rows = max(self.rows - 1, 0).bit_length()
+        return "patches", rows, self.channels, self.kernel, self.filters, str(self.dtype), self.bias, self.last
+
+    def __str__(self) -> str:
+        sizes = "×".join(map(str, (self.channels, *self.kernel)))
+        return f"product of {self.rows} patches of {sizes} by {self.filters} filters {str(self.dtype)[6:]}"
+
+
+def patches_to_products(module: fx.GraphModule) -> int:
+    """On CUDA, convolutions of patches and their gradients become products, where these are faster."""
+    mode = fake_mode_of(module.graph)
+    if config.numerics == "eager" or config.is_deterministic() or config.convolution_layout == "eager" or mode is None:
+        return 0
+    found = [n for n in module.graph.nodes if n.target is aten.convolution.default and patches_of(n) is not None]
+    if not found or not is_static(module.graph):
+        return 0
+    walk, made, changed = Relayout(copy_of(module.graph), mode, stored=True), Patched(), 0
+    try:
+        for node in list(walk.graph.nodes):
+            patches = patches_of(node)
+            if patches is None or not is_faster(patches, _image(node).meta["val"].device):
+                walk.follow(node)
+                continue
+            changed += 1
+            with walk.graph.inserting_before(node):
+                (_convert if node.target is aten.convolution.default else _convert_gradients)(walk, node, patches, made)
+    except (Unsupported, RuntimeError, ValueError):
+        return 0
+    if changed:
+        module.graph = walk.graph
+    return changed
+
+
+def patches_of(node: fx.Node) -> Patches | None:
+    """The patches that a convolution or its gradients read; None for other nodes."""
+    backward = node.target is aten.convolution_backward.default
+    if node.target is not aten.convolution.default and not backward or node.kwargs:
+        return None
+    args: Any = node.args[1:] if backward else node.args
+    x, weight = (a.meta.get("val") for a in args[:2])
+    stride, padding, dilation, transposed, _, groups = args[3:9]
+    if x.device.type != DEVICE or x.dtype is not weight.dtype or not rounds_no_more(x.dtype):
+        return None
+    if transposed or groups != 1:
+        return None
+    sizes, kernel = (*x.shape, *weight.shape), tuple(weight.shape[2:])
+    if x.dim() not in (4, 5) or not all(type(s) is int for s in sizes) or not x.numel() or math.prod(kernel) == 1:
+        return None
+    if tuple(stride) != kernel or any(padding) or any(d != 1 for d in dilation):
+        return None
+    if any(s % k for s, k in zip(x.shape[2:], kernel)):
+        return None
+    form = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    last = not x.is_contiguous() and x.is_contiguous(memory_format=form)
+    count = tuple(s // k for s, k in zip(x.shape[2:], kernel))
+    has_bias = bool(args[2]) if backward else args[2] is not None
+    return Patches(x.shape[0], x.shape[1], count, kernel, weight.shape[0], x.dtype, has_bias, last)
+
+
+def rounds_no_more(dtype: torch.dtype) -> bool:
+    """Whether a product rounds factors of a dtype no more than a convolution may."""
+    try:
+        exact = torch.backends.cudnn.allow_tf32 or not torch.backends.cuda.matmul.allow_tf32
+    except RuntimeError:  # old and new settings are mixed
+        exact = False
+    return dtype in _HALVES or dtype is torch.float32 and exact
+
+
+def _image(node: fx.Node) -> fx.Node:
+    return node.args[int(node.target is aten.convolution_backward.default)]  # type: ignore[return-value]
+
+
+# -- the graph ---------------------------------------------------------------------------------------------------------
+def _rows(walk: Relayout, node: fx.Node, order: Sequence[int], rows: int) -> fx.Node:
+    """A tensor with its dims in another order, as a matrix of `rows` rows."""
+    turned = walk.call(aten.permute.default, node, list(order))
+    if not turned.meta["val"].is_contiguous():
+        turned = walk.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
+    return walk.call(aten.view.default, turned, [rows, -1])
+
+
+def _matrix_of_patches(walk: Relayout, x: fx.Node, p: Patches, made: Patched) -> fx.Node:
+    """(patches, elements of a patch); one for all readers of the images."""
+    found = made.get((x, p.kernel))
+    if found is None:
+        parts = [n for pair in zip(p.count, p.kernel) for n in pair]
+        apart = walk.call(aten.view.default, x, [p.images, p.channels, *parts])
+        found = made[x, p.kernel] = _rows(walk, apart, p.order, p.rows)
+    return found
+
+
+def _matrix_of_filters(walk: Relayout, weight: fx.Node, p: Patches, made: Patched) -> fx.Node:
+    """(filters, elements of a patch)."""
+    if weight not in made:
+        order = [0, *range(2, 2 + len(p.kernel)), 1] if p.last else range(2 + len(p.kernel))
+        made[weight] = _rows(walk, weight, order, p.filters)
+    return made[weight]
+
+
+def _convert(walk: Relayout, node: fx.Node, p: Patches, made: Patched) -> None:
+    x, weight, bias, *_ = node.args
+    patches = _matrix_of_patches(walk, x, p, made)  # type: ignore[arg-type]
+    turned = walk.call(aten.permute.default, _matrix_of_filters(walk, weight, p, made), [1, 0])  # type: ignore[arg-type]
+    operands = [patches, turned] if bias is None else [bias, patches, turned]
+    product = walk.call(aten.mm.default if bias is None else aten.addmm.default, *operands)
+    image = walk.call(aten.view.default, product, [p.images, *p.count, p.filters])
+    walk.replace(node, walk.call(aten.permute.default, image, [0, len(p.count) + 1, *range(1, len(p.count) + 1)]))
+
+
+def _convert_gradients(walk: Relayout, node: fx.Node, p: Patches, made: Patched) -> None:
+    grad, x, weight, *_ = node.args
+    n = len(p.kernel)
+    rows = _rows(walk, grad, [0, *range(2, 2 + n), 1], p.rows)  # type: ignore[arg-type]
+
+    def of_images() -> fx.Node:
+        product = walk.call(aten.mm.default, rows, _matrix_of_filters(walk, weight, p, made))  # type: ignore[arg-type]
+        whole = [p.images, p.channels, *(n for pair in zip(p.count, p.kernel) for n in pair)]
+        apart = walk.call(aten.view.default, product, [whole[d] for d in p.order])
+        back = walk.call(aten.permute.default, apart, [p.order.index(d) for d in range(len(whole))])
+        copied = walk.call(aten.clone.default, back, memory_format=torch.contiguous_format)
+        return walk.call(aten.view.default, copied, list(x.meta["val"].shape))  # type: ignore[union-attr]
+
+    def of_filters() -> fx.Node:
+        turned = walk.call(aten.permute.default, rows, [1, 0])
+        product = walk.call(aten.mm.default, turned, _matrix_of_patches(walk, x, p, made))  # type: ignore[arg-type]
+        if not p.last:
+            return walk.call(aten.view.default, product, [p.filters, p.channels, *p.kernel])
+        apart = walk.call(aten.view.default, product, [p.filters, *p.kernel, p.channels])
+        return walk.call(aten.permute.default, apart, [0, n + 1, *range(1, n + 1)])
+
+    makers = of_images, of_filters, lambda: walk.call(aten.sum.dim_IntList, rows, [0])
+    for item in list(node.users):
+        which: Any = item.args[1]
+        assert item.target is operator.getitem
+        if item.users:
+            walk.replace(item, makers[which]())
+        else:
+            walk.graph.erase_node(item)
+    walk.graph.erase_node(node)
+
+
+# -- the race ----------------------------------------------------------------------------------------------------------
+def is_faster(p: Patches, device: torch.device) -> bool:
+    """Whether the product is faster on a device. The first convolution of a class is raced."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from fuser.cuda import choices
+
+    if p.rows * p.inner * p.filters < _LEAST_WORK:
+        return False
+    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return False
+    with torch.cuda.device(device), unset_fake_temporarily():
+        name = choices.name_of(*p.key())
+        found = choices.find(name)
+        if found is None:
+            try:
+                found = choices.race(runs_of(p), "convolution")
+            except torch.cuda.OutOfMemoryError:
+                return False
+            choices.keep(name, dataclasses.replace(found, what=str(p)))
+        return found.winner == "product"
+
+
+def runs_of(p: Patches, device: str = DEVICE) -> dict[str, Callable[[], Any]]:
+    """The contestants on a device: the convolution, and the product behind the copy of the patches."""
+    new: Any = functools.partial(torch.randn, dtype=p.dtype, device=device)
+    form = torch.channels_last if len(p.kernel) == 2 else torch.channels_last_3d
+    x = new(p.images, p.channels, *(c * k for c, k in zip(p.count, p.kernel)))
+    weight = new(p.filters, p.channels, *p.kernel)
+    bias = new(p.filters) if p.bias else None
+    if p.last:
+        x, weight = x.contiguous(memory_format=form), weight.contiguous(memory_format=form)
+    zeros = [0] * len(p.kernel)
+    patches, filters = new(p.rows, p.inner), new(p.filters, p.inner)
+    source = new(p.rows, p.inner)
+
+    def product() -> Any:
+        patches.copy_(source)
+        return patches @ filters.t() if bias is None else torch.addmm(bias, patches, filters.t())
+
+    ones = [1] * len(p.kernel)
+    behind = list(p.kernel), zeros, ones, False, zeros, 1
+    return {"convolution": lambda: aten.convolution.default(x, weight, bias, *behind), "product": product}

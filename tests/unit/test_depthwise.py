@@ -1,0 +1,183 @@
+"""Depthwise convolutions: the operator, its kernels on the CPU, and the pass on graphs of fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fuser
+import fuser.ops
+from fuser import config
+from fuser.interface import kernel_spec
+from fuser.passes import conv_groups, conv_tensor_cores
+from fuser.passes.conv_tensor_cores import tensor_cores_channels_last
+from fuser.passes.depthwise import depthwise_by_kernels
+from fuser.passes.grouping import group_nodes
+
+aten = torch.ops.aten
+
+
+def inputs(dims: int, kernel: int, last: bool, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    size = (2, 24, 13, 10)[: 2 + dims]
+    x = torch.randn(size, dtype=dtype)
+    if last and dims == 2:
+        x = x.contiguous(memory_format=torch.channels_last)
+    elif last:
+        x = torch.randn(2, 13, 24, dtype=dtype).transpose(1, 2)
+    return x, torch.randn(*(kernel,) * dims, 24, dtype=dtype), torch.randn(24, dtype=dtype)
+
+
+def plain(x, w, b, stride, padding, dilation):
+    """The convolution by ATen."""
+    n = x.dim() - 2
+    behind = [stride] * n, [padding] * n, [dilation] * n, False, [0] * n, x.shape[1]
+    return aten.convolution.default(x, w.movedim(-1, 0).unsqueeze(1), b, *behind)
+
+
+def own(x, w, b, stride, padding, dilation):
+    n = x.dim() - 2
+    return torch.ops.fuser.depthwise(x, w, b, [stride] * n, [padding] * n, [dilation] * n)
+
+
+WINDOWS = (1, 1, 1, 0), (3, 1, 1, 1), (3, 2, 1, 1), (3, 1, 2, 2), (5, 1, 1, 2), (4, 1, 1, 3), (3, 3, 1, 0), (2, 2, 1, 0)
+
+
+@pytest.mark.parametrize("dims, last", list(itertools.product((1, 2), (False, True))))
+@pytest.mark.parametrize("kernel, stride, dilation, padding", WINDOWS)
+def test_kernels_give_atens_results(
+    dims: int, last: bool, kernel: int, stride: int, dilation: int, padding: int
+) -> None:  # fmt: skip
+    how = stride, padding, dilation
+    for dtype, bias in ((torch.float32, True), (torch.bfloat16, False)):
+        x, w, b = inputs(dims, kernel, last, dtype)
+        given = (x, w, b) if bias else (x, w)
+        f = (lambda x, w, b: own(x, w, b, *how) * 2) if bias else (lambda x, w: own(x, w, None, *how) * 2)
+        graph = make_fx(f, tracing_mode="fake")(*given)
+        key = fuser.register_fusion(graph)
+        (got,) = fuser.run_fusion(key, given)
+        assert not kernel_spec(key).blocked
+        exact = (plain(*(t.double() for t in (x, w)), b.double() if bias else None, *how) * 2)
+        tolerance = 1e-5 if dtype is torch.float32 else 8e-3
+        torch.testing.assert_close(got.double(), exact, rtol=tolerance, atol=10 * tolerance)
+        assert got.stride() == (own(x, w, b if bias else None, *how) * 2).stride()
+
+
+def test_the_operator_agrees_with_its_own_shapes() -> None:
+    for dims, last, window in itertools.product((1, 2), (False, True), WINDOWS):
+        kernel, stride, dilation, padding = window
+        x, w, b = inputs(dims, kernel, last, torch.float32)
+        real = own(x, w, b, stride, padding, dilation)
+        fake = own(*(t.to("meta") for t in (x, w, b)), stride, padding, dilation)
+        assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+def traced(f, *shapes, dtype=torch.bfloat16, device="cuda", form=torch.contiguous_format):
+    with FakeTensorMode():
+        made = (torch.empty(s, device=device, dtype=dtype, memory_format=form) for s in shapes[:1])
+        return make_fx(f)(*made, *(torch.empty(s, device=device, dtype=dtype) for s in shapes[1:]))
+
+
+def conv(x, w, b, groups, stride=1, padding=1, transposed=False):
+    n = x.dim() - 2
+    return aten.convolution.default(x, w, b, [stride] * n, [padding] * n, [1] * n, transposed, [0] * n, groups)
+
+
+FOUND: dict[str, Any] = {
+    "images": (lambda x, w, b: conv(x, w, b, 8).relu(), ((2, 8, 12, 12), (8, 1, 3, 3), (8,))),
+    "strided": (lambda x, w, b: conv(x, w, b, 8, 2, 2).sigmoid(), ((2, 8, 12, 12), (8, 1, 5, 5), (8,))),
+    "rows": (lambda x, w, b: conv(x, w, b, 8, 1, 3) * 2, ((2, 8, 12), (8, 1, 4), (8,))),
+    "no bias": (lambda x, w, b: conv(x, w, None, 8) + 1, ((2, 8, 12, 12), (8, 1, 3, 3), (8,))),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_graphs_get_the_operator(name: str) -> None:
+    f, shapes = FOUND[name]
+    module = traced(f, *shapes)
+    before = module.graph.output_node().all_input_nodes[0].meta["val"].stride()
+    assert depthwise_by_kernels(module) == 1
+    module.graph.lint()
+    assert not [n for n in module.graph.nodes if n.target is aten.convolution.default]
+    assert module.graph.output_node().all_input_nodes[0].meta["val"].stride() == before
+    args = [torch.randn(s) for s in shapes]
+    torch.testing.assert_close(torch.fx.Interpreter(module).run(*args), f(*args), rtol=1e-4, atol=1e-4)
+
+
+def test_what_comes_before_is_a_group_of_its_own() -> None:
+    """Its kernel would not be the same one, and its input would be alive beside two more tensors."""
+
+    def block(x, w, b):
+        return conv(conv(x, torch.stack([w.squeeze(1)] * 8, 1), b, 1).sigmoid(), w, b, 8).relu() * 2
+
+    module = traced(block, (2, 8, 32, 32), (8, 1, 3, 3), (8,))
+    assert depthwise_by_kernels(module) == 1
+    grouping = group_nodes(module.graph)
+    at = {str(n.target): grouping.group_of.get(n) for n in module.graph.nodes}
+    assert at["fuser.depthwise.default"] == at["aten.relu.default"] == at["aten.mul.Tensor"]
+    assert at["aten.sigmoid.default"] not in (None, at["fuser.depthwise.default"])
+
+
+LEFT: dict[str, Any] = {
+    "one group": (lambda x, w: conv(x, w, None, 1) * 2, ((2, 8, 12, 12), (8, 8, 3, 3)), {}),
+    "groups of two": (lambda x, w: conv(x, w, None, 4) * 2, ((2, 8, 12, 12), (8, 2, 3, 3)), {}),
+    "two filters": (lambda x, w: conv(x, w, None, 8) * 2, ((2, 8, 12, 12), (16, 1, 3, 3)), {}),
+    "large windows": (lambda x, w: conv(x, w, None, 8) * 2, ((2, 8, 12, 12), (8, 1, 7, 7)), {}),
+    "transposed": (lambda x, w: conv(x, w, None, 8, transposed=True) * 2, ((2, 8, 12, 12), (8, 1, 3, 3)), {}),
+    "volumes": (lambda x, w: conv(x, w, None, 8) * 2, ((2, 8, 4, 4, 4), (8, 1, 2, 2, 2)), {}),
+    "cpu": (lambda x, w: conv(x, w, None, 8) * 2, ((2, 8, 12, 12), (8, 1, 3, 3)), {"device": "cpu"}),
+    "no reader": (lambda x, w: conv(x, w, None, 8), ((2, 8, 12, 12), (8, 1, 3, 3)), {}),
+    "double": (lambda x, w: conv(x, w, None, 8) * 2, ((2, 8, 12, 12), (8, 1, 3, 3)), {"dtype": torch.float64}),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_alone(name: str) -> None:
+    f, shapes, how = LEFT[name]
+    assert depthwise_by_kernels(traced(f, *shapes, **how)) == 0
+    f, shapes = FOUND["images"]
+    with config.override(numerics="eager"):
+        assert depthwise_by_kernels(traced(f, *shapes)) == 0
+
+
+def test_other_groups_are_timed(monkeypatch) -> None:
+    """A graph goes to channels-last memory if its grouped convolutions take less time there, all together."""
+    called = conv_tensor_cores._called
+
+    def last(walk, x, node):  # shapes of results as cuDNN makes them
+        new = called(walk, x, node)
+        with walk.mode:
+            new.meta["val"] = torch.empty_like(new.meta["val"], memory_format=torch.channels_last)
+        return new
+
+    monkeypatch.setattr(conv_tensor_cores, "_called", last)
+    monkeypatch.setattr(conv_tensor_cores, "_LEAST", 0)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    asked = []
+    times = {2: (("contiguous", 3.0), ("channels-last", 1.0)), 4: (("contiguous", 1.0), ("channels-last", 2.5))}
+
+    def timed(node):
+        asked.append(node.args[8])
+        return times[node.args[8]]
+
+    monkeypatch.setattr(conv_groups, "_times", timed)
+    shapes = (2, 8, 12, 12), (8, 4, 3, 3), (8, 2, 3, 3), (8, 1, 3, 3)
+    fast = traced(lambda x, a, b, c: conv(conv(x, a, None, 2).relu(), c, None, 8).relu(), *shapes)
+    mixed = traced(lambda x, a, b, c: conv(conv(x, a, None, 2).relu(), b, None, 4).relu(), *shapes)
+    slow = traced(lambda x, a, b, c: conv(conv(x, b, None, 4).relu(), b, None, 4).relu(), *shapes)
+    assert [tensor_cores_channels_last(m) for m in (fast, mixed, slow)] == [2, 2, 0]
+    assert asked == [2, 2, 4, 4, 4]
+
+
+def test_the_race_runs_one_convolution() -> None:
+    behind = [1, 1], [1, 1], [1, 1], False, [0, 0], 2
+    found = conv_groups.runs_of((2, 8, 6, 6), (4, 4, 3, 3), torch.float32, True, behind, "cpu")
+    first, second = (run() for run in found.values())
+    torch.testing.assert_close(first, second)
