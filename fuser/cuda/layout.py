@@ -281,7 +281,8 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     short = vector.hint < tiles.SHORT_VECTOR
     if not others or short:
         return Layout([], [Dim(axes, elements, "x")], warps, guards)
-    tile = tiles.pointwise(ctx.hint(product(a.size for a in others)), vector.hint, elements, tiles.WINDOW_WIDTHS if many else None)
+    outer, widths = ctx.hint(product(a.size for a in others)), tiles.WINDOW_WIDTHS if many else None
+    tile = tiles.pointwise(outer, vector.hint, elements, widths)
     inner = Dim([vector], tile.inner, "x")
     if tile.outer == 1:
         shared, why = _shared(plan, vector, others, ctx)
