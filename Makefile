@@ -80,9 +80,11 @@ packages: $(VENV)/.has-test $(VENV)/.has-packages
 vision: $(VENV)/.has-test $(VENV)/.has-vision
 	$(BIN)/python -m tests.vision $(ARGS)
 
-# What takes a part of torch's operators, or of pairs, in `make test`, with all.
+# What takes a part of torch's operators, of pairs, or of a test's cases (the mark `sampled`) in `make test`, with all.
 sweeps: $(VENV)/.has-test
-	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) tests/opinfo tests/unit/test_transforms.py tests/cuda/test_interpreted.py $(ARGS)
+	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) tests/opinfo tests/unit/test_transforms.py \
+	  tests/unit/test_flex_attention.py tests/cuda/test_interpreted.py $(ARGS)
+	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m sampled tests $(ARGS)
 
 stress: $(VENV)/.has-test
 	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -s tests/unit/test_runtime_reentry.py tests/unit/test_runtime_sanitizers.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import logging
 import os
 import random
 import shutil
@@ -31,10 +32,11 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests import compilers  # noqa: E402
+from tests import compilers, sampling  # noqa: E402
 
 THREADS = 2
 FEW_FILES = 20  # of so many each test is given out by itself
+COLLECTIONS = (20_000, 20, 20)  # objects and passes between two: Python's own 700 take a twelfth of what torch traces
 AT_MOST = 20.0  # seconds that a test waits for what earlier ones left in the background
 
 
@@ -45,6 +47,7 @@ def seed_torch() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(THREADS)
+    gc.set_threshold(*COLLECTIONS)
     compilers.watch()
 
 
@@ -65,6 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Neighbours have kernels in common, which two workers would both compile. The tests of other folders, some of which
     take long, are given out one by one when files have been, so that the workers end together.
     """
+    sampling.leave_out(items)
     if len({item.path for item in items}) > FEW_FILES:
         for item in items:
             if item.path.parent.name in ("backend", "null", "unit") and not item.get_closest_marker("xdist_group"):
@@ -75,6 +79,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda") is not None:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector) -> Iterator[None]:
+    made = yield
+    sampling.number(made if isinstance(made, list) else [])
+    return made
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -98,8 +109,9 @@ def is_optimised(item: pytest.Item) -> bool:
     differ from them in one parameter."""
     if os.environ.get("FUSER_TEST_ALL") or item.get_closest_marker("optimised") is not None:
         return True
-    parameters = item.callspec.indices.values() if hasattr(item, "callspec") else ()
-    return item.path.parent.name != "unit" and (item.path.parent.name != "backend" or sum(parameters) % 2 == 0)
+    return item.path.parent.name != "unit" and (
+        item.path.parent.name != "backend" or sampling.position(item) // sampling.share(item) % 2 == 0
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +121,14 @@ def guards_take_no_time() -> Iterator[None]:
         if guards := sys.modules.get("torch._dynamo.guards"):
             patch.setattr(guards, "profile_guard_manager", lambda *args: 0.0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def nobody_reads_traces() -> Iterator[None]:
+    """torch writes each graph, guard and stack down for a logger if that has a handler, and pytest gives one to each
+    logger that does not propagate."""
+    logging.getLogger("torch.__trace").propagate = True
+    yield
 
 
 @pytest.fixture(autouse=True)
