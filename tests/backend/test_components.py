@@ -118,6 +118,7 @@ TOGETHER = ("corners", "decoded", "hamilton", "polar", "yuv", "pairs", "every_tw
             "one_for_all")  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @needs_compiler
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("functional", [True, False])

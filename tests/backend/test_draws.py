@@ -26,6 +26,7 @@ def is_near(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", HERE)
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_those_of_the_definition(name: str, isa: str) -> None:

@@ -498,6 +498,7 @@ def test_a_rounded_row_that_is_computed_once_for_all_rows():
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [7, 40, 200, 1000, 9001])
 def test_extremes_of_rows_with_nans_infinities_and_zeros(dtype, size):

@@ -145,6 +145,7 @@ def conditions(x):
     return rolled, joined, pad(x, (-2, 2)) * 2, pad(x, (7, -7)) > 0, x.flip(0) * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("fn", [elementary, arithmetic, conditions])
 def test_explicit_vectors_and_plain_loops_give_the_same_bits(fn, dtype):
@@ -184,6 +185,7 @@ def columns(x):
     return torch.softmax(x, 0), x.sum(0), x.amax(0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["fast", "eager"])
 @pytest.mark.parametrize("fn", [rows, columns, padded_rows])
 @pytest.mark.parametrize("shape", [(3, 5), (37, 64), (9, 1000), (4, 2077), (130, 33)])

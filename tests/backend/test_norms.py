@@ -111,6 +111,7 @@ def channel_norms(x, w, b, m, v) -> list[Any]:
     ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_channel_norms(dtype, layout):
@@ -147,6 +148,7 @@ def test_gradients_of_norms(dtype, layout):
     check_all([f"channel {n}" for n in range(9)], [channel_gradients], g, x, w, m, r, slack=SLACK[dtype], **LIKE)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rest", [(5, 7), (1, 1), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("groups", [1, 3, 20, 60])
 def test_group_norms_of_neighbouring_channels(groups, rest):

@@ -77,6 +77,7 @@ def test_long_rows(width):
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("first", [5, 33, 150, 400])
 def test_rows_that_are_read_around_each_element(first, dtype):
@@ -163,6 +164,7 @@ WINDOWS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("before", BEFORE)
 def test_windows_over_what_is_computed_in_channels_last(window, before):

@@ -207,6 +207,7 @@ OF_FLOAT_ROWS: Functions = {"softmax": lambda x: x.softmax(-1), "var": lambda x:
 LENGTHS = (1, 3, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 127, 128, 129, 200, 257, 300, 1000)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", [3, 40, 100, 300], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8], ids=str)
 def test_rows_of_any_length(dtype, first):

@@ -269,6 +269,7 @@ WHOLE = {
 FLOATS_ONLY = ("mean", "var", "norm", "softmax", "logsumexp", "logcumsumexp", "added", "scatter")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("first", [3, 17, 400])
 @pytest.mark.parametrize("name", WHOLE)
 def test_of_an_empty_dim_nothing_is_read(name, first):

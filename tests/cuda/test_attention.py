@@ -23,6 +23,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.mark.sampled(3)
 @WITHOUT_TRITON
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("head", (64, 128, 256))

@@ -16,7 +16,7 @@ from fuser.errors import Unsupported
 from tests.opinfo import database
 from tests.opinfo.runner import aten_graph, make_sample
 
-OF = 3  # operators, of which one is looked at
+OF = 6  # operators, of which one is looked at
 SAMPLES = 2 if os.environ.get("FUSER_TEST_ALL") else 1
 
 

@@ -24,7 +24,7 @@ from tests.opinfo import database
 from tests.opinfo.runner import Interpreted
 
 SAMPLES, MOST_ELEMENTS = 4, 500
-OF = 2  # operators, of which one is looked at
+OF = 4  # operators, of which one is looked at
 CRASHES = ("batch_norm", "ldl_solve", "lu_unpack")  # in eager, for a flag that does not fit the tensors
 OTHERS = {bool: lambda flag: [not flag], int: lambda n: [n + 1, -n], float: lambda x: [2.0, math.inf]}
 

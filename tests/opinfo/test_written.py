@@ -17,7 +17,7 @@ from tests.opinfo import database
 from tests.opinfo.runner import Interpreted, Sample, call_graph, make_sample
 
 SAMPLES, COMPARED = 6, 1
-OF = 2  # operators, of which one is looked at
+OF = 4  # operators, of which one is looked at
 
 
 def calls() -> Iterator[tuple[str, Sample]]:

@@ -113,6 +113,7 @@ def run(function, args, grad):
     return [out, *torch.autograd.grad(out, (q, k, v), torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("function, grad", CASES)
 def test_results(function, grad, dtype, noted):
@@ -265,6 +266,7 @@ def test_a_mask_of_numbers_that_may_not_be_numbers_leaves_every_key():
     assert torch.equal(got.isnan(), expected.isnan()) and expected.isnan().any()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sizes", ((1, 4, 2, 200, 260), (2, 6, 1, 65, 500), (1, 2, 2, 64, 64), (3, 2, 2, 130, 70)))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_by_parts_beside_float64(dtype, sizes, monkeypatch):

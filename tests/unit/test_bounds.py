@@ -208,6 +208,7 @@ KNOWN = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OF_A_NUMBER)
 def test_numbers_of_other_dtypes(name, dtype):

@@ -127,6 +127,7 @@ def run(program, shape, gradients):
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("program", "dynamic", "settings"), pairwise(PROGRAMS, (False, True), SETTINGS))
 def test_like_eager(program, dynamic, settings):
     torch._dynamo.reset()

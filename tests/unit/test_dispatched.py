@@ -186,6 +186,7 @@ def test_1d_pools_have_the_strides_of_eagers_kernel(clean, differentiable):
         assert torch.equal(got, want) and (got.stride() == want.stride() or not want.numel() or 1 in want.shape)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
 @pytest.mark.parametrize("pad", [(1, 2, 3, 0), (0, 0, 2, 1), (0, 4), (6, 6, 5, 5), (-1, 2, 0, 1), (0, 0, 0, 0), (1, 1)])
 def test_circular_pads(clean, pad, last):

@@ -168,6 +168,7 @@ FUNCTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
 def test_function(f, dynamic):
@@ -366,6 +367,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_equal_results_are_separate_tensors(name, dynamic):

@@ -101,7 +101,7 @@ def test_views_have_eagers_strides_in_dims_of_one_element(name):
     """By which a join or a pool tells channels-last memory (seeds 23026904 and 23046056)."""
     mode = torch._subclasses.FakeTensorMode()
     correct(mode)
-    for size in itertools.product((1, 2, 3), repeat=4):
+    for size in itertools.product((1, 2), (1, 3), (1, 2), (1, 3)):
         x = LAYOUTS[name](torch.ones(size))
         if x is None:
             continue

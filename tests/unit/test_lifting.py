@@ -130,6 +130,7 @@ WHOLE = (3, 5, 100, 0, 1, 2, 1 << 40)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool], ids=str)
 @pytest.mark.parametrize("form", ["clamp", "clamp_min", "clamp_max", "both", "hardtanh"])
 def test_limits_that_do_not_fit_are_what_eager_makes_of_them(dtype, form):

@@ -94,6 +94,7 @@ def test_no_keys_and_no_rows():
     assert attention.attend(k, q, q, True, None, None)[0].shape == k.shape
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_compiled(dtype, dynamic, monkeypatch):

@@ -49,6 +49,7 @@ def gradients(f, own):
     return [value, *torch.autograd.grad(value.square().sum(), own)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", NORMS)
 def test_behind_a_product_a_norm_and_what_follows_are_computed_again(name, dynamic):

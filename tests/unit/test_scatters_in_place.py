@@ -165,6 +165,7 @@ WRITTEN_BY = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ("rows cut", "every second"))
 @pytest.mark.parametrize("reader", BY_OFFSETS)
 @pytest.mark.parametrize("write", WRITTEN_BY)

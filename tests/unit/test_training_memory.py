@@ -195,6 +195,7 @@ NORMS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_behind_a_product_elementwise_work_is_computed_again(name):
     """Whichever it is, one tensor of the product's size is saved, or less."""

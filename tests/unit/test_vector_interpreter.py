@@ -35,6 +35,7 @@ def small(args) -> bool:
     return sum(a.numel() for a in args if isinstance(a, torch.Tensor)) < SLOW
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("macros", [(), ("FUSER_LANES", "FUSER_MASKS")], ids=["plain", "vectors"])
 @pytest.mark.parametrize("name", [name for name, (_, *args) in CASES.items() if small(args)])
 def test_kernels_give_eagers_results(name, macros):

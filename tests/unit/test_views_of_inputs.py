@@ -131,6 +131,7 @@ def is_possible(view):
     return True
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ("sizes", "reshape", "t"))
 @pytest.mark.parametrize("program", (write_between, write_last))
 def test_views_of_views_of_a_written_input(program, name):

@@ -70,6 +70,7 @@ def compare(view, write, reader, dynamic=False):
         torch.testing.assert_close((*got, x), (*want, copy))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("view, write, reader", pairwise(WHOLE | PARTS, POINTWISE | SCATTERS, READERS))
 def test_as_in_eager(view, write, reader):
     compare((WHOLE | PARTS)[view], (POINTWISE | SCATTERS)[write], READERS[reader], dynamic=write in ("mul", "set"))
