@@ -45,7 +45,18 @@ def seed_torch() -> None:
     torch.manual_seed(0) if torch.cuda.is_available() else torch.default_generator.manual_seed(0)
 
 
+def write_no_traces() -> None:
+    """Take all handlers from torch's log of traces, for which torch writes down every graph, guard and stack.
+
+    pytest gives handlers to each logger that does not propagate.
+    """
+    traces = logging.getLogger("torch.__trace")
+    traces.propagate = True
+    traces.handlers.clear()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    write_no_traces()
     torch.set_num_threads(THREADS)
     gc.set_threshold(*COLLECTIONS)
     compilers.watch()
@@ -124,10 +135,9 @@ def guards_take_no_time() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nobody_reads_traces() -> Iterator[None]:
-    """torch writes each graph, guard and stack down for a logger if that has a handler, and pytest gives one to each
-    logger that does not propagate."""
-    logging.getLogger("torch.__trace").propagate = True
+def no_traces() -> Iterator[None]:
+    """Also where an earlier test has set torch's logs up anew."""
+    write_no_traces()
     yield
 
 

@@ -37,6 +37,7 @@ def train(optimizer, options, steps, compiled):
     return ([p.detach() for p in model.parameters()], state), step
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_follow_atens(name):
     optimizer, options = OPTIMIZERS[name]

@@ -108,17 +108,21 @@ def _truth(function: Callable[..., Any], xs: tuple[float, ...]) -> Any:
     return true if abs(true) > mp.mpf(2) ** -1100 else mp.mpf(0)
 
 
-def errors(name: str, args: tuple[torch.Tensor, ...], value: torch.Tensor) -> torch.Tensor:
-    """How many ulps of its dtype each of `value` is off; NaN where the truth is not a finite number."""
-    out = []
-    digits, least = (52, -1022) if value.dtype is torch.float64 else (23, -126)
+def errors(name: str, args: tuple[torch.Tensor, ...], *values: torch.Tensor) -> list[torch.Tensor]:
+    """How many ulps of its dtype each of each tensor is off; NaN where the truth, computed once for all of them, is not
+    a finite number."""
+    out: list[list[float]] = [[] for _ in values]
+    digits, least = (52, -1022) if values[0].dtype is torch.float64 else (23, -126)
     with mp.workprec(BITS):
-        for *xs, v in zip(*(a.tolist() for a in args), value.tolist()):
+        for xs, vs in zip(zip(*(a.tolist() for a in args)), zip(*(v.tolist() for v in values)), strict=True):
             true = _truth(FUNCTIONS[name], xs)
-            if true is None or not math.isfinite(v):
-                out.append(math.nan if true is None else math.inf)
+            if true is None:
+                for found in out:
+                    found.append(math.nan)
                 continue
             scale = max(map(abs, (true, *xs))) if name in CANCELLING else mp.mpf(1) if name in ABSOLUTE else abs(true)
             exponent = max(mp.frexp(scale)[1] - 1, least) if scale else least
-            out.append(float(abs(v - true) / mp.mpf(2) ** (exponent - digits)))
-    return torch.tensor(out, dtype=torch.float64)
+            ulp = mp.mpf(2) ** (exponent - digits)
+            for found, v in zip(out, vs, strict=True):
+                found.append(float(abs(v - true) / ulp) if math.isfinite(v) else math.inf)
+    return [torch.tensor(found, dtype=torch.float64) for found in out]

@@ -181,14 +181,16 @@ def ulp_error(name: str, args: tuple[torch.Tensor, ...], value: torch.Tensor, re
     return torch.where(torch.isfinite(reference.to(value.dtype)), error, math.nan)
 
 
-def float_errors(row: ops.OpRow, args: tuple[torch.Tensor, ...], value: torch.Tensor) -> torch.Tensor:
-    """Ulps that `value` is off: from torch in float64 for float32 results, from mpmath for float64."""
+def float_errors(row: ops.OpRow, args: tuple[torch.Tensor, ...], *values: torch.Tensor) -> list[torch.Tensor]:
+    """Ulps that each of `values` is off: from torch in float64 for float32 results, from mpmath for float64."""
+    if row.name not in POLYNOMIALS and (values[0].dtype is torch.float64 or row.name in ops_reference.PRECISE):
+        return ops_reference.errors(row.name, args, *values)
+    wide = row.eval(*(a.double() for a in args))
+    found = [ulp_error(row.name, args, v, wide) for v in values]
     if row.name in POLYNOMIALS:  # recurrences lose digits, and eager's alike, or have those of the form by angles
-        near = ulp_error(row.name, args, value, row.eval(*args).double())
-        return torch.minimum(near, ulp_error(row.name, args, value, row.eval(*(a.double() for a in args))))
-    if value.dtype is torch.float64 or row.name in ops_reference.PRECISE:
-        return ops_reference.errors(row.name, args, value)
-    return ulp_error(row.name, args, value, row.eval(*(a.double() for a in args)))
+        eager = row.eval(*args).double()
+        found = [torch.minimum(ulp_error(row.name, args, v, eager), error) for v, error in zip(values, found)]
+    return found
 
 
 def show(args: tuple[torch.Tensor, ...], got: torch.Tensor, want: torch.Tensor, bad: torch.Tensor) -> str:
@@ -214,7 +216,7 @@ def test_cell_against_eager(library: Library, row: ops.OpRow, dtype: torch.dtype
         same = same_bits(got, want)
         assert same.all(), show(args, got, want, ~same)
         return
-    error, eager = float_errors(row, args, got), float_errors(row, args, want)
+    error, eager = float_errors(row, args, got, want)
     # Without a finite truth, as for infinite arguments, eager is the truth.
     error = torch.where(error.isnan(), ulp_error(row.name, args, got, want.double()).nan_to_num(0.0), error)
     bad = error > torch.maximum(torch.tensor(row.ulps), eager.nan_to_num(0.0))
@@ -238,7 +240,7 @@ def test_special_functions_where_their_forms_meet(library: Library, name: str, l
     for dtype, n in ((torch.float64, 61 if name in ops_reference.SLOW else 301), (torch.float32, 3001)):
         x = random_values(dtype, (low, high), n, torch.Generator().manual_seed(7))
         got, want = library.run(key(name, dtype), x), row.eval(x)
-        error, eager = (float_errors(row, (x,), t).nan_to_num(0.0) for t in (got, want))
+        error, eager = (e.nan_to_num(0.0) for e in float_errors(row, (x,), got, want))
         bad = error > torch.maximum(torch.tensor(row.ulps), eager)
         assert not bad.any(), show((x,), got, want, bad)
 

@@ -133,7 +133,7 @@ def test_a_warm_process_imports_no_lowerings_for_torch_compile(tmp_path):
     env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": str(ROOT)}
     said = []
     for _ in range(2):
-        done = forked.run(["-c", _COMPILED], env=env, timeout=120)
+        done = forked.run(["-c", _COMPILED], env=env, timeout=120, dynamo=True)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
     assert "fuser.lowering" in said[0] and said[1].startswith("[]") and int(said[1].split()[1]) >= 1
@@ -167,7 +167,7 @@ def test_a_warm_process_has_the_operators_of_the_package(tmp_path):
     """What the tables of scalar ops register, which a warm process does not import for anything else."""
     env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": str(ROOT)}
     for _ in range(2):
-        done = forked.run(["-c", _OWN_OPERATORS], env=env, timeout=200)
+        done = forked.run(["-c", _OWN_OPERATORS], env=env, timeout=200, dynamo=True)
         assert done.returncode == 0 and int(done.stdout) >= 4, done.stderr
 
 
