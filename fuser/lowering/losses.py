@@ -15,7 +15,7 @@ from fuser.lowering import demands
 from fuser.lowering.activations import log_sigmoid
 from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.entries import lower, refuse
-from fuser.lowering.pointwise import elementwise, ensured, result_dtype
+from fuser.lowering.pointwise import elementwise, in_unit_interval, result_dtype
 from fuser.lowering.reductions import expanded, number_of, reduce, reduce_to_result
 from fuser.reasons import because
 
@@ -117,13 +117,16 @@ def lower_kl_div(
 def lower_binary_cross_entropy(
     ctx: LoweringContext, x: TensorBox, y: TensorBox, weight: TensorBox | None = None, reduction: int = MEAN
 ) -> TensorBox:
-    """-(y * log(x) + (1 - y) * log(1 - x)), with logarithms of at least -100; eager raises for x outside [0, 1]"""
+    """-(y * log(x) + (1 - y) * log(1 - x)), with logarithms of at least -100
+
+    A call with x or y outside [0, 1] runs in eager, which raises. For y it does so from some version of torch on.
+    """
     for t in (y, weight):
         demands.has_size(ctx, t, ctx.size_of(x), "a target or weight")
     demands.same_dtypes(x, y, weight)
 
     def body(a: Value, b: Value, *w: Value) -> Value:
-        a = ensured(a, ops.logical_and(ops.ge(a, 0.0), ops.le(a, 1.0)))
+        a, b = in_unit_interval(a), in_unit_interval(b)
         low = ops.maximum(ops.log1p(ops.neg(a)), -100.0)
         high = ops.maximum(ops.log(a), -100.0)
         out = ops.sub(ops.mul(ops.sub(b, 1.0), low), ops.mul(b, high))

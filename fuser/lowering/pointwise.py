@@ -266,6 +266,11 @@ def ensured(value: Value, condition: Value) -> Value:
     return ops.add(value, ops.to_dtype(zero, value.dtype))
 
 
+def in_unit_interval(value: Value) -> Value:
+    """`value`. A call in which it is outside [0, 1], or NaN, is reported."""
+    return ensured(value, ops.logical_and(ops.ge(value, 0.0), ops.le(value, 1.0)))
+
+
 @lower("aten.floor_divide", decisive=EVERY)
 def lower_floor_divide(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
     """Division rounded to -inf."""

@@ -12,6 +12,7 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import Expr, expr
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.entries import lower
+from fuser.lowering.pointwise import in_unit_interval
 from fuser.ops.random import normal_of
 
 
@@ -37,6 +38,13 @@ def lower_normal_like(ctx: LoweringContext, seed: TensorBox, stream: int, like: 
         return value
 
     return ctx.pointwise(size, torch.float32, inner)
+
+
+@lower("fuser.probabilities")
+def lower_probabilities(ctx: LoweringContext, p: TensorBox) -> TensorBox:
+    """`p`; a call with an element outside [0, 1] is reported."""
+    size, load = ctx.size_of(p), ctx.loader(p, ctx.size_of(p), p.dtype)
+    return ctx.pointwise(size, p.dtype, lambda index: in_unit_interval(load(index)))
 
 
 def _call(name: str, *args: Any) -> Value:

@@ -1,5 +1,5 @@
 """Random numbers that are functions of a seed: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2,
-3", 2011), and the operators `fuser.uniform_like` and `fuser.normal_like` by which graphs request them.
+3", 2011), and the operators of namespace `fuser` by which graphs request them.
 
 The key is a tensor of one 64-bit seed; the counter is an element's number divided by four, and the number of a stream.
 A block has four words, one for each of four adjacent elements. So an element's random number depends on nothing else:
@@ -231,8 +231,14 @@ def _uniform_like_meta(seed: torch.Tensor, stream: int, like: torch.Tensor) -> t
     return torch.empty(like.shape, dtype=torch.float32, device=like.device)
 
 
+def _probabilities(p: torch.Tensor) -> torch.Tensor:
+    if not ((p >= 0) & (p <= 1)).all():
+        raise RuntimeError("bernoulli expects each probability to be in [0, 1]")
+    return p.clone()
+
+
 # uniform_like(seed, stream, like): float32 in [0, 1) for each element of `like`, of which only the sizes are used;
-# normal_like: standard normal numbers.
+# normal_like: standard normal numbers. probabilities(p): `p`, or an error if an element is outside [0, 1].
 LIBRARY: Any = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define("uniform_like(Tensor seed, int stream, Tensor like) -> Tensor")
 LIBRARY.impl("uniform_like", _uniform_like, "CompositeExplicitAutograd")
@@ -240,3 +246,6 @@ LIBRARY.impl("uniform_like", _uniform_like_meta, "Meta")
 LIBRARY.define("normal_like(Tensor seed, int stream, Tensor like) -> Tensor")
 LIBRARY.impl("normal_like", _normal_like, "CompositeExplicitAutograd")
 LIBRARY.impl("normal_like", _uniform_like_meta, "Meta")
+LIBRARY.define("probabilities(Tensor p) -> Tensor")
+LIBRARY.impl("probabilities", _probabilities, "CompositeExplicitAutograd")
+LIBRARY.impl("probabilities", torch.empty_like, "Meta")

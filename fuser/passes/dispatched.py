@@ -155,10 +155,15 @@ def _max_pool1d(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """One-hot vectors, row-major as in eager; the comparison that torch traces would keep the strides of its input."""
+    """One-hot vectors, row-major as in eager; the comparison that torch traces would keep the strides of its input.
+
+    An element that is no class raises, as in eager.
+    """
     if index.dtype is not torch.int64 or (type(num_classes) is int and num_classes <= 0):
         refused: torch.Tensor = aten.one_hot.default._op_dk(COMPOSITE, index.contiguous(), num_classes)
         return refused
+    are_classes = torch.logical_and(index >= 0, index < num_classes).all()
+    aten._assert_async.msg(are_classes, "Class values must be non-negative and smaller than num_classes.")
     # Not the composite kernel: inside a transform it would treat a copy as a tensor with data, and read the data.
     classes = torch.arange(num_classes, dtype=torch.int64, device=index.device)
     return torch.eq(index.contiguous().unsqueeze(-1), classes).to(torch.int64)

@@ -110,13 +110,19 @@ _DEVICES = ("cpu", "cuda")
 _REWRITES: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _dropout,
     aten.bernoulli.p: lambda w, x, p=0.5: w.chosen(x, p),
-    aten.bernoulli.default: lambda w, p: w.chosen(p, p),
+    aten.bernoulli.default: lambda w, p: w.chosen(p, w.call(own_operator("probabilities"), p)),
     aten.rand.default: lambda w, size: w.uniform(w.full(size, 0.0)),
     aten.rand_like.default: lambda w, x: w.uniform(x),
     aten.randn.default: lambda w, size: w.normal(w.full(size, 0.0)),
     aten.randn_like.default: lambda w, x: w.normal(x),
     aten.uniform.default: lambda w, x, low=0.0, high=1.0: w.scaled(w.uniform(x), high - low, low),
     aten.normal_functional.default: lambda w, x, mean=0.0, std=1.0: w.scaled(w.normal(x), std, mean),
+}
+# Whether eager takes an operator's numbers, which it checks when it draws. A deviation is checked when it is traced.
+_TAKES: dict[Any, Callable[..., bool]] = {
+    aten.native_dropout.default: lambda x, p, train=True: 0 <= p <= 1,
+    aten.bernoulli.p: lambda x, p=0.5: 0 <= p <= 1,
+    aten.uniform.default: lambda x, low=0.0, high=1.0: 0 <= high - low <= torch.finfo(torch.float32).max,
 }
 _FROM_FLOAT32 = frozenset(_REWRITES) - {aten.native_dropout.default, aten.bernoulli.p, aten.bernoulli.default}
 
@@ -136,6 +142,8 @@ def _can_rewrite(node: fx.Node) -> bool:
         return False  # strides that a kernel's numbers would not have
     if any(isinstance(a, fx.Node) and not _is_tensor(a) for a in node.args):
         return False  # a probability that is a symbol
+    if node.target in _TAKES and not _TAKES[node.target](*node.args):
+        return False  # ATen's operator raises
     if node.target in _FROM_FLOAT32 and first.device.type == "cpu" and not _is_read_by_others(node):
         return "recompute" in node.meta  # unfused, ATen's operator takes less time than a kernel on few threads
     if node.target is aten.native_dropout.default:
