@@ -269,7 +269,7 @@ class _GraphCompiler:
     def _trainable(self, wrapped: Function, steps: Training) -> Function:
         """AOTAutograd's function of a graph with gradients, twice differentiable, with a thin autograd node."""
         from fuser.frontends.higher_order import differentiable_twice  # processes that only infer need neither
-        from fuser.frontends.thin import thin
+        from fuser.frontends.thin import detaching, thin
 
         again, replay = self._may_run_again(steps), self._replay(steps)
         if replay is not None:
@@ -279,8 +279,18 @@ class _GraphCompiler:
         if again:
             wrapped = guarded(wrapped, self.differentiable, self.by_eager)
         if not self._may_be_thin(steps):
-            return wrapped
+            dead = self._dead_leaves(steps)
+            return detaching(wrapped, dead) if dead else wrapped
         return thin(wrapped, self.differentiable, steps, again, replay, self.by_eager)
+
+    def _dead_leaves(self, steps: Training) -> list[int]:
+        """The inputs without a gradient that were leaves; AOTAutograd detaches only other ones, at later calls, too."""
+        meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+        if meta is None or meta.num_outputs_aliased or len(meta.input_info) != len(self.example_inputs):
+            return []
+        leaves = {i for i, info in enumerate(meta.input_info) if info.requires_grad and info.is_leaf}
+        written = {i for i, info in enumerate(meta.input_info) if info.mutates_data or info.mutates_metadata}
+        return sorted(steps.dead & leaves - written)
 
     def _replay(self, steps: Training) -> Any:
         """The eager replay of the graph for the gradient of a gradient; None if its results would differ."""

@@ -102,7 +102,9 @@ class _Node:
         node: Any = self.cls._backward_cls
         node.symints, node._tensors_no_vc_check, node.opaque_objects = (), [], ()
         self._take_backward(lambda ctx, grads: self._first_backward(ctx, grads))  # a function, which becomes a method
-        self.apply: Function = super(AutogradFunction, self.cls).apply  # type: ignore[misc]
+        apply: Function = super(AutogradFunction, self.cls).apply  # type: ignore[misc]
+        dead = [i for i, info in enumerate(self.meta.input_info) if info.requires_grad and i in steps.dead]
+        self.apply = detaching(apply, dead) if dead else apply
 
     @staticmethod
     def of(made_by: Any, steps: Training, replay: Replay | None) -> _Node | None:
@@ -299,6 +301,22 @@ class _Once(AutogradFunction):
         )
 
 
+def detaching(function: Function, dead: Sequence[int]) -> Function:
+    """`function` for a graph that gives the inputs `dead` no gradient.
+
+    With an edge to the graph that made such an input, a backward would run that graph's nodes, too, and keep it alive.
+    A state that a step detaches from the step before is an example.
+    """
+
+    def detached(*args: Any) -> Any:
+        inputs = list(args)
+        for i in dead:
+            inputs[i] = inputs[i].detach()
+        return function(*inputs)
+
+    return detached
+
+
 def _unsafe_view(x: torch.Tensor) -> Any:
     """The same memory as a tensor that autograd does not treat as a view."""
     return torch.ops.aten._unsafe_view(x, x.shape)
@@ -343,4 +361,4 @@ def _leave_to_python(function: Any) -> None:
             eval_frame.set_code_exec_strategy(each, eval_frame._FrameExecStrategy(skip, skip))
 
 
-__all__: Sequence[str] = ["thin"]
+__all__: Sequence[str] = ["detaching", "thin"]

@@ -56,6 +56,7 @@ class Training:
         self.random = False  # whether they draw random numbers
         self.draws: tuple[Draw, ...] | None = ()  # their random operators; None if these are unknown
         self.needed: frozenset[int] = frozenset()  # the inputs whose content the gradients depend on
+        self.dead: frozenset[int] = frozenset()  # the inputs to which the backward gives no gradient
         self.compiled: dict[str, Compiled] = {}  # by stage
         self.gains_nothing = False  # whether Dynamo's graph, with eager's backward, does the same
         self._backward: fx.GraphModule | None = None  # before its passes
@@ -162,6 +163,8 @@ class Training:
                     node.meta["val"] = floats[node.name]
         round_both(forward, backward)
         recompose_norms(forward)
+        given_back: Any = backward.graph.output_node().args[0]
+        self.dead = frozenset(i for i, gradient in enumerate(given_back) if gradient is None)
         self._backward = backward
         return forward, backward
 

@@ -165,3 +165,48 @@ def test_a_weighted_loss_keeps_its_weights(dynamic):
     got, want = torch.compile(fn, backend=fuser_backend, dynamic=dynamic)(a, y, weight), fn(a, y, weight)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(torch.autograd.grad(got, a), torch.autograd.grad(want, a))
+
+
+def _without_grad(x, state):
+    with torch.no_grad():
+        told = state.sin() * 2
+    return torch.tanh(x + told)
+
+
+def _halved(x, state):
+    with torch.no_grad():
+        state.mul_(0.5)
+    return torch.tanh(x) + state.detach().exp()
+
+
+STATES = {
+    "detached": lambda x, state: torch.tanh(x + state.detach() * 2),
+    "read without grad": _without_grad,
+    "compared": lambda x, state: torch.tanh(x) + (state > 0),
+    "sizes alone": lambda x, state: torch.tanh(x) * state.shape[0] + torch.zeros_like(state),
+    "written": _halved,
+}
+
+
+@pytest.mark.parametrize("starts_as_leaf", [False, True])
+@pytest.mark.parametrize("name", [*STATES, "detached, symbolic sizes"])
+def test_a_state_without_a_gradient_ends_the_graph(name, starts_as_leaf):
+    """Each step's backward runs its own nodes alone, and no step keeps the nodes of earlier ones."""
+    found = []
+    fn = STATES[name.split(",")[0]]
+    for f in (torch.compile(fn, backend=fuser_backend, dynamic="symbolic" in name), fn):
+        torch.manual_seed(0)
+        state, sums = torch.zeros(3, requires_grad=starts_as_leaf and name != "written"), []
+        for _ in range(4):
+            x = torch.randn(3, requires_grad=True)
+            state = f(x, state)
+            state.sum().backward()
+            sums.append(x.grad)
+        found.append((state.detach(), sums))
+        left, seen = [state.grad_fn], set()
+        while left:
+            node = left.pop()
+            left += [n for n, _ in node.next_functions if n is not None and n not in seen]
+            seen.add(node)
+        assert len(seen) < 6
+    torch.testing.assert_close(*found)
