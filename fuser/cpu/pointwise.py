@@ -140,9 +140,9 @@ def _tables(rows: Rows, block: Expr) -> Expr:
     facts, each = rows.facts, block * 8 + 64
     for k, n in enumerate(facts.hoisted):
         if facts.around is None:
-            rows.out.scratch(facts.kind(n), f"lane{n}", BLOCK if facts.tiled is None else TILE_COLUMNS)
+            rows.out.scratch(facts.array_kind(n), f"lane{n}", BLOCK if facts.tiled is None else TILE_COLUMNS)
             continue
-        rows.in_scratch(facts.kind(n), f"lane{n}", ir.Number(k) * whole_lines(each))
+        rows.in_scratch(facts.array_kind(n), f"lane{n}", ir.Number(k) * whole_lines(each))
     if facts.hoisted:
         rows.out.var("i64", "ready", -1)
     return ZERO if facts.around is None else (each + 64) * len(facts.hoisted)
@@ -170,7 +170,7 @@ def _compute_hoisted(rows: Rows) -> dict[int, Place]:
                 rows.declare(n)
             for n in facts.hoisted:
                 out.set(ir.Name(f"lane{n}")[v - low], rows.ref(n))
-    return {n: Place(ir.Name(f"lane{n}")[v - "v0"]) for n in facts.hoisted}
+    return {n: Place(facts.in_array(n, ir.Name(f"lane{n}")[v - "v0"])) for n in facts.hoisted}
 
 
 @contextmanager

@@ -155,7 +155,7 @@ def _in_batches(rows: Rows, digits: Digits) -> Expr:
     def buffers() -> None:
         for k, n in enumerate(facts.kept):
             at = ir.Number(k) * whole_lines(whole) + batches.R * (row // 64 * 64)
-            rows.in_scratch(CPP_TYPES[facts.plan.rows[n].dtype], f"kept{k}", at)
+            rows.in_scratch(facts.array_kind(n), f"kept{k}", at)
 
     batch, reducing = batches.Batch(rows, digits, buffers), Reducing(rows)
     with batch.each():
@@ -174,7 +174,7 @@ def row_buffers(rows: Rows) -> Expr:
     facts = rows.facts
     each = product(a.size for a in facts.reduced_axes) * (facts.lanes if facts.is_column else 1) * 8 + 64
     for k, n in enumerate(facts.kept):
-        rows.in_scratch(CPP_TYPES[facts.plan.rows[n].dtype], f"kept{k}", ir.Number(k) * whole_lines(each))
+        rows.in_scratch(facts.array_kind(n), f"kept{k}", ir.Number(k) * whole_lines(each))
     return expr(len(facts.kept)) * (each + 64)
 
 

@@ -14,7 +14,6 @@ from fuser.cpu.vir.builder import Builder
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import LOOP, Expr, expr, substitute, symbol
 from fuser.lazy_dataclasses import dataclass
-from fuser.ops import CPP_TYPES
 from fuser.scheduler.kernel_plan import Reduce, Store, address_rows
 
 _ZEROS = ("0.0", "0", "False")
@@ -73,7 +72,7 @@ class Rows:
     # -- values --------------------------------------------------------------------------------------------------------
     def ref(self, n: int) -> ir.Value:
         """A row's value at its use."""
-        return ir.Name(f"t{n}")["l"] if n in self.arrays else self.facts.scalar(n)
+        return self.facts.in_array(n, ir.Name(f"t{n}")["l"]) if n in self.arrays else self.facts.scalar(n)
 
     def index(self, e: Expr, of: str = "place") -> ir.Value:
         """An index expression; computed indices in lane arrays are subscripted. `of`: see `cpp_expr`."""
@@ -213,7 +212,7 @@ class Rows:
         """Write the body of a pass's innermost loops: rows, row buffers, stores, and `fold` for each reduction."""
         facts, described = self.facts, self.facts.passes[phase]
         first = {n: facts.passes.first(n) for n in facts.kept}
-        with self.found({n: Place(self.kept(n)) for n in facts.kept if first[n] < phase}):
+        with self.found({n: Place(facts.in_array(n, self.kept(n))) for n in facts.kept if first[n] < phase}):
             for n in facts.computed(phase):
                 self.declare(n)
                 if first.get(n) == phase:
@@ -263,7 +262,7 @@ class Rows:
 
     def array(self, n: int) -> None:
         """Declare the lane array of row `n`."""
-        self.out.scratch(CPP_TYPES[self.plan.rows[n].dtype], f"t{n}", self.facts.lanes)
+        self.out.scratch(self.facts.array_kind(n), f"t{n}", self.facts.lanes)
         self.arrays.add(n)
 
     def after(self, phase: int) -> None:
