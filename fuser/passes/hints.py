@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fuser.kernel_spec import memory_order
 from fuser.passes.classify import tensors_of
 
 _UNKNOWN = 8192
@@ -57,6 +58,13 @@ def is_contiguous(t: torch.Tensor) -> bool:
             return False
         expected = expected * size
     return True
+
+
+def is_dense(t: torch.Tensor) -> bool:
+    """Whether a tensor certainly has neither gaps nor overlaps; False if unknown."""
+    if are_numbers(*t.shape, *t.stride()):
+        return memory_order(t.shape, t.stride()) is not None
+    return is_contiguous(t)
 
 
 def numel_hint(value: Any) -> int:

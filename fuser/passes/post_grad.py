@@ -49,6 +49,7 @@ POST_GRAD: tuple[Pass, ...] = (
     ),
     Pass("add_rows_in_place", later("accumulate", "add_rows_in_place"), calls=_EMBEDDING),
     Pass("add_rows_to_zeros", later("accumulate", "add_rows_to_zeros"), calls=_EMBEDDING),
+    Pass("read_written_parts", later("written_parts", "read_written_parts"), calls=f"{_PARTS} aten.diagonal_scatter"),
     Pass("drop_dead", drop_dead),
     Pass("write_through_views", later("written_views", "write_through_views"), calls="aten.copy_"),
     Pass("scatters_in_place", later("scatters", "scatters_in_place"), calls="aten.copy_"),

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser.kernel_spec import memory_order
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import order
 from fuser.passes.classify import Kind, base_of, is_view
 from fuser.passes.cleanup import reaches_output
 from fuser.passes.extract import GroupPlan, Plan
 from fuser.passes.grouping import Grouping
-from fuser.passes.hints import are_numbers, is_contiguous
+from fuser.passes.hints import is_dense
 
 aten = torch.ops.aten
 _TRIES = 16  # orders that are tried
@@ -101,7 +100,7 @@ def _write(grouping: Grouping, copy: fx.Node, value: fx.Node, group: int, kept: 
     target: Any = copy.args[0]
     if len(copy.args) != 2 or copy.kwargs or not alike(target.meta.get("val"), value.meta.get("val")):
         return None
-    if target.op != "placeholder" and not _is_dense(target.meta["val"]):
+    if target.op != "placeholder" and not is_dense(target.meta["val"]):
         return None
     if len(value.users) > 1 and not kept and not same_order(target.meta["val"], value.meta["val"]):
         return None  # others then read the input, and an operator's result may depend on its argument's strides
@@ -134,13 +133,6 @@ def _makes_anew(grouping: Grouping, node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return False
     return all(r.alias_info is None for r in node.target._schema.returns)
-
-
-def _is_dense(value: torch.Tensor) -> bool:
-    """Whether a tensor certainly has neither gaps nor overlaps. Adds no guard."""
-    if are_numbers(*value.shape, *value.stride()):
-        return memory_order(value.shape, value.stride()) is not None
-    return is_contiguous(value)
 
 
 def alike(a: Any, b: Any) -> bool:

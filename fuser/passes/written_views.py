@@ -13,24 +13,20 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser.canonical.mutation import in_place_twin
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.classify import MARK, WRITTEN, base_of, is_view, is_write_back
+from fuser.passes.hints import is_dense, numel_hint
 from fuser.passes.scatters import IN_PLACE, is_small_part
+from fuser.passes.written_parts import PART_OF, PARTS
 
 aten = torch.ops.aten
-# For a write into a part of a tensor: the view that is this part, with the same arguments.
-_PART_OF = {
-    aten.slice_scatter.default: aten.slice.Tensor,
-    aten.select_scatter.default: aten.select.int,
-    aten.diagonal_scatter.default: aten.diagonal.default,
-}
-_PARTS = frozenset(_PART_OF.values())
 _SWAPS = frozenset({aten.t.default, aten.transpose.int})
 _RESIZED = frozenset(
     {aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default}
     | {getattr(aten.squeeze, o) for o in ("default", "dim", "dims")}
 )
-_MADE_BY_VIEWS = frozenset({*_PART_OF, *_SWAPS, *_RESIZED, aten.permute.default})
+_MADE_BY_VIEWS = frozenset({*PART_OF, *_SWAPS, *_RESIZED, aten.permute.default})
 
 
 @dataclass(frozen=True)
@@ -48,11 +44,20 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Write:
-    """One write at the end of a graph: a node's value copied into a view, or a scatter made in place there."""
+    """One write at the end of a graph: a node's value copied into a view, or an operator that writes there in place."""
 
     into: _Seen
     node: fx.Node
-    scatters: bool
+    operator: Any = None
+
+    def copied(self) -> _Write:
+        """The write with its value computed elsewhere, unless it is a scatter, which follows the writes before it."""
+        return self if self.node.target in IN_PLACE else _Write(self.into, self.node)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the view leaves out elements of the input."""
+        return any(function in PARTS for function, _ in self.into.calls)
 
 
 class _CannotWrite(Exception):
@@ -75,7 +80,7 @@ def write_through_views(module: fx.GraphModule) -> int:
         except _CannotWrite:
             continue
         views = _views(x)
-        if all(_is_apart(w, written) and _can_be_spelled(w.into, views) for w in writes):
+        if _pays(x, writes) and all(_is_apart(w, written) and _can_be_spelled(w.into, views) for w in writes):
             _emit(graph, copy, writes, views)
             changed += 1
     return changed
@@ -93,12 +98,14 @@ def _writes(x: fx.Node, value: Any, at: _Seen) -> list[_Write]:
     if base_of(value) is x and _geometry(value.meta["val"]) == _geometry(at.value):
         return []  # the old content
     alone = len(value.users) == 1 and not value.kwargs
-    if alone and value.target in _PART_OF:
+    if alone and value.target in PART_OF:
         base, source, *place = value.args
         before = _writes(x, base, at)
-        return before + _writes(x, source, _tried(lambda: at.through(_PART_OF[value.target], *place)))
-    if len(value.users) == 1 and value.target in IN_PLACE and value.target not in _PART_OF:
-        return [*_writes(x, value.args[0], at), _Write(at, value, True)]
+        then = _writes(x, source, _tried(lambda: at.through(PART_OF[value.target], *place)))
+        # What an operator in place would read of the old content may have been written before.
+        return before + ([w.copied() for w in then] if before else then)
+    if len(value.users) == 1 and value.target in IN_PLACE and value.target not in PART_OF:
+        return [*_writes(x, value.args[0], at), _Write(at, value, IN_PLACE[value.target])]
     if alone and value.target is aten.copy.default and _is_plain(value.args[1]):
         new: Any = value.args[1]
         if _has_form(new.meta["val"], at.value):
@@ -106,9 +113,38 @@ def _writes(x: fx.Node, value: Any, at: _Seen) -> list[_Write]:
     back = _undone(value, at) if alone else None
     if back is not None:
         return _writes(x, value.args[0], back)
-    if any(function in _PARTS for function, _ in at.calls) and not is_small_part(value.meta["val"], x.meta["val"]):
-        raise _CannotWrite  # a kernel computes the whole input anew
-    return [_Write(at, value, False)]
+    return [_Write(at, value, _twin(x, value, at) if alone else None)]
+
+
+def _twin(x: fx.Node, value: fx.Node, at: _Seen) -> Any:
+    """The in-place operator for one call that computes the new content of a part with gaps from the old one, or None.
+
+    Kernels write no tensors with gaps, so a kernel's result would be copied into the part.
+    """
+    old: Any = value.args[0] if value.args else None
+    if is_view(value.target) or is_dense(at.value) or base_of(old) is not x:
+        return None
+    if _geometry(old.meta["val"]) != _geometry(at.value):
+        return None
+    twin = in_place_twin(value.target)
+    return None if twin is None or torch.Tag.nondeterministic_seeded in twin.tags else twin
+
+
+def _pays(x: fx.Node, writes: list[_Write]) -> bool:
+    """Whether these writes take less time than a kernel that computes the whole input anew.
+
+    Where every so many elements are written, a kernel would compute the others, too, and drop them.
+    """
+    parts = [w for w in writes if w.is_part and w.operator is None]
+    if all(is_dense(w.into.value) or is_small_part(w.node.meta["val"], x.meta["val"]) for w in parts):
+        return True
+    written = sum(numel_hint(w.node.meta["val"]) for w in parts)
+    return all(map(_has_steps, parts)) and 2 * written <= numel_hint(x.meta["val"])
+
+
+def _has_steps(write: _Write) -> bool:
+    """Whether a write takes every so many elements along a dim."""
+    return any(function is aten.slice.Tensor and len(args) > 3 and args[3] != 1 for function, args in write.into.calls)
 
 
 def _tried(view: Callable[[], _Seen]) -> _Seen:
@@ -163,7 +199,7 @@ def _can_be_spelled(seen: _Seen, views: dict[tuple[Any, ...], list[fx.Node]]) ->
 
 def _is_apart(write: _Write, written: set[Any]) -> bool:
     """Whether a write reads none of the inputs that the graph writes, except its own target, so that it may move."""
-    arguments = write.node.all_input_nodes[1:] if write.scatters else [write.node]
+    arguments = write.node.all_input_nodes[1:] if write.operator else [write.node]
     return not any(base_of(a) in written for a in arguments)
 
 
@@ -173,12 +209,13 @@ def _emit(
     """Replace `copy` by the writes, and erase nodes that only `copy` needed."""
     for write in writes:
         target = _viewed(graph, copy, write.into, views)
-        args = (target, *write.node.args[1:]) if write.scatters else (target, write.node)
-        function = IN_PLACE[write.node.target] if write.scatters else aten.copy_.default
+        in_place = write.operator is not None
+        args = (target, *write.node.args[1:]) if in_place else (target, write.node)
+        function = write.operator if in_place else aten.copy_.default
         with graph.inserting_before(copy):
-            new = graph.call_function(function, args, dict(write.node.kwargs) if write.scatters else {})
-        new.meta = {**(write.node if write.scatters else copy).meta, "val": target.meta["val"]}
-        if write.scatters:
+            new = graph.call_function(function, args, dict(write.node.kwargs) if in_place else {})
+        new.meta = {**(write.node if in_place else copy).meta, "val": target.meta["val"]}
+        if in_place:
             new.meta[MARK] = True
     dead = [copy]
     while dead:

@@ -132,3 +132,56 @@ def test_who_reads_the_old_content_comes_first(name):
 def test_states_are_written_by_kernels(name):
     torch.compile(ORDERS[name], backend="fuser")(torch.randn(64, 64), torch.randn(64, 64))
     assert "aten.copy_" not in on_aten()
+
+
+BIG = torch.linspace(-2, 2, 256 * 128).view(256, 128)
+ALONE = {
+    "rows": lambda x: x[::2].mul_(0.5).add_(1),
+    "columns": lambda x: x[:, 1::2].exp_().add_(1).tanh_(),
+    "one row": lambda x: x[3].mul_(0.5).add_(x[3].sum()),
+    "one operator": lambda x: x[:, ::2].mul_(3),
+    "most columns": lambda x: x[:, 1:].sigmoid_(),
+    "first rows": lambda x: x[:200].mul_(2).add_(1),
+    "diagonal": lambda x: x[:, :128].diagonal().add_(1).exp_(),
+    "part of a part": lambda x: x[::2][:, 3].mul_(2).sub_(1),
+    "turned": lambda x: x.t()[::2].mul_(2).add_(x.t()[::2]),
+}
+TOGETHER = {
+    "overlapping": lambda x: (a := x[2:50, ::2] * 2, x[0:40].copy_(x[1:41].relu()), x[2:50, ::2].copy_(a)),
+    "one of the other": lambda x: (x[::2].mul_(2), x[1::2].add_(x[::2])),
+    "shifted": lambda x: (x[1::2].add_(x[:-1:2]), x[::2].mul_(3).add_(1)),
+    "written again": lambda x: (x[::2].mul_(2), x[5].fill_(1), x[::2].add_(1), x[5].add_(x[4])),
+    "back": lambda x: (x[:, ::2].mul_(2), x[:, 1:3].add_(1), x[:, ::2].mul_(0.5)),
+    "read between": lambda x: (x[::2].mul_(2), s := x.amax(0), x[::2].add_(s)),
+    "an input": lambda x: (x[::2].copy_(BIG[::2]), x[::2].mul_(2).add_(BIG[1::2])),
+    "wider": lambda x: (x[::2].copy_(torch.arange(128)), x[::2].add_(1)),
+}
+
+
+DYNAMIC = ("rows", "one row", "diagonal", "overlapping", "shifted", "back")
+
+
+@pytest.mark.parametrize("name", ALONE | TOGETHER)
+def test_parts_are_written_as_in_eager(name):
+    function, dynamic = (ALONE | TOGETHER)[name], name in DYNAMIC
+
+    def program(x):
+        function(x)
+        return x[:3].sum(0), x[1]
+
+    x, copy = BIG.clone(), BIG.clone()
+    got, want = torch.compile(program, backend="fuser", dynamic=dynamic)(x), program(copy)
+    torch.testing.assert_close((*got, x), (*want, copy))
+    got[1].add_(1), want[1].add_(1)
+    torch.testing.assert_close((*got, x), (*want, copy))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_no_kernel_computes_elements_that_are_not_written(name):
+    def program(x):
+        ALONE[name](x)
+
+    torch.compile(program, backend="fuser")(BIG.clone())
+    record = last_compilation()
+    assert not [op for g in record.groups for op in g.ops if op.endswith("_scatter")]
+    assert len(record.unfused) <= 1  # an operator in place, or the copy of a kernel's result into a part with gaps
