@@ -38,6 +38,7 @@ class Machine:
     line_bytes: of the caches, for prefetches and alignment.
     fma: has a fused multiply-add instruction.
     gathers: has a gather of words by a vector of indices.
+    wide_casts: converts vectors of 64-bit integers from and to doubles by one instruction.
     half_casts: converts a float16 by an instruction that g++ has as a builtin.
     lanes: which explicit vectors of `ops/lanes_cpp.py` it has; "" is none.
     masks: loads and stores parts of a register under a byte mask, as `cpu/bits.py` does.
@@ -58,6 +59,7 @@ class Machine:
     line_bytes: int = 64
     fma: bool = False
     gathers: bool = False
+    wide_casts: bool = False
     half_casts: bool = False
     lanes: str = ""
     masks: bool = False
@@ -106,8 +108,8 @@ ROWS: tuple[Machine, ...] = (
     Machine(
         "avx512", _X86, needs=_AVX2_NEEDS | set(_AVX512),
         flags=(*_AVX2_FLAGS, *(f"-m{name}" for name in _AVX512), "-mprefer-vector-width=512"),
-        vector_bytes=64, registers=32, fma=True, gathers=True, half_casts=True, lanes="avx512", masks=True,
-        past_cache="vmovntps", vector_math=(("b", 2), ("c", 4), ("d", 4), ("e", 8)), parts=_AVX512_PARTS,
+        vector_bytes=64, registers=32, fma=True, gathers=True, wide_casts=True, half_casts=True, lanes="avx512",
+        masks=True, past_cache="vmovntps", vector_math=(("b", 2), ("c", 4), ("d", 4), ("e", 8)), parts=_AVX512_PARTS,
     ),
     Machine(
         "avx2", _X86, needs=_AVX2_NEEDS, flags=_AVX2_FLAGS,
@@ -119,11 +121,14 @@ ROWS: tuple[Machine, ...] = (
         Machine(
             f"sve{bits}", "aarch64", needs=frozenset({"asimd", "sve"}), sve_bits=bits,
             flags=("-march=armv8-a+sve", f"-msve-vector-bits={bits}"),
-            vector_bytes=bits // 8, registers=32, fma=True, gathers=True,
+            vector_bytes=bits // 8, registers=32, fma=True, gathers=True, wide_casts=True,
         )
         for bits in _SVE_BITS
     ),
-    Machine("neon", "aarch64", needs=frozenset({"asimd"}), flags=("-march=armv8-a",), registers=32, fma=True),
+    Machine(
+        "neon", "aarch64", needs=frozenset({"asimd"}), flags=("-march=armv8-a",), registers=32, fma=True,
+        wide_casts=True,
+    ),
     Machine("scalar", "", prefetches=False),
 )  # fmt: skip
 _BY_NAME = {row.name: row for row in ROWS}

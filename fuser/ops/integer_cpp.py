@@ -3,19 +3,24 @@
 Division by zero gives 0, and the smallest integer divided by -1 wraps: a machine instruction for either would end the
 process. Up to 32 bits the quotient is computed in floating point, where it is exact and vectorises: truncating a/b
 rounded to nearest is right if the type represents |a| with a bit to spare. For 64 bits two quotients are computed, of
-the dividend and of the remainder of the first; their sum is off by at most one.
+the dividend and of the remainder of the first; their sum is off by at most one. On machines without vectors of
+conversions between 64-bit integers and doubles, such as AVX2, the processor's division is faster, three times on Zen 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+from fuser.machines import Machine
 from fuser.ops.float_cpp import define
 
 _TYPES = {"i8": "float", "i16": "float", "i32": "double", "u8": "float"}
 
 # On magnitudes, which are at most 2^63.
 _NARROW = """\
-const i64 d = (b == 0) | (b == -1) ? 1LL : b, q = a / d;
-    return b == -1 ? (i64)(0ULL - (u64)a) : b == 0 ? 0LL : q;"""
+const {kind} d = (b == 0) | (b == -1) ? ({kind})1 : b, q = a / d;
+    return b == -1 ? ({kind})(0 - ({unsigned})a) : b == 0 ? ({kind})0 : q;"""
 _WIDE = """\
 const u64 m = a < 0 ? 0ULL - (u64)a : (u64)a, size = b < 0 ? 0ULL - (u64)b : (u64)b, n = size == 0 ? 1ULL : size;
   const double inverse = 1.0 / (double)n;
@@ -25,7 +30,7 @@ const u64 m = a < 0 ? 0ULL - (u64)a : (u64)a, size = b < 0 ? 0ULL - (u64)b : (u6
   return b == 0 ? 0LL : (i64)((a < 0) != (b < 0) ? 0ULL - whole : whole);"""
 
 
-HELPERS: dict[str, str] = {}
+HELPERS: dict[str, str | Callable[[Machine], str]] = {}
 
 
 def _add(op: str, kind: str, body: str, args: str = "a b") -> None:
@@ -35,30 +40,60 @@ def _add(op: str, kind: str, body: str, args: str = "a b") -> None:
 
 def _division(name: str, wide: str, quotient: str | None) -> None:
     """Add the divisions of a type; `quotient`: the floating-point type that computes the quotient, if any."""
-    if quotient:
-        f = "f" if quotient == "float" else ""
-        # The i32 quotient 2^31 (of INT_MIN / -1) has to wrap, so it goes through i64.
-        via = "i64" if name == "i32" else "i32"
-        body = f"const {quotient} q = __builtin_trunc{f}(({quotient})a / ({quotient})(b == 0 ? ({name})1 : b));\n"
-        body += f"  return b == 0 ? ({name})0 : ({name})({via})q;"
-    else:
-        # A division by a constant is a multiplication, but the steps to a floor from it cost more than it saves.
-        body = f"if (__builtin_constant_p(b)) {{\n    {_NARROW}\n  }}\n  return fuser_wide_div_i64(a, b);"
-    floored = "fuser_wide_div_i64" if name == "i64" else f"fuser_trunc_div_{name}"
-    _add("trunc_div", name, f"  {body}\n")
-    _add("floor_div", name, f"""\
-  const {name} q = {floored}(a, b);
+    for op in ("trunc_div", "floor_div", "fmod", "remainder"):
+        plain, vectors = (_division_of(op, name, wide, quotient, casts) for casts in (False, True))
+        helper = f"fuser_{op}_{name}"
+        HELPERS[helper] = vectors if plain == vectors else partial(_chosen, plain, vectors)
+
+
+def _chosen(plain: str, vectors: str, machine: Machine) -> str:
+    return vectors if machine.wide_casts else plain
+
+
+def _division_of(op: str, name: str, wide: str, quotient: str | None, casts: bool) -> str:
+    """The text of a division for machines with vectors of conversions between 64-bit integers and doubles, or none."""
+    alone = name == "i64" and not casts  # scalar code
+    divided = "fuser_wide_div_i64" if name == "i64" and casts else f"fuser_trunc_div_{name}"
+    # g++ makes scalar code of a choice jump, which the processor cannot predict if signs differ.
+    lower = "q - (i64){other}" if alone else f"{{other}} ? ({name})(q - 1) : q"
+    onward = "r + (b & -(i64){other})" if alone else f"{{other}} ? ({name})(({wide})r + ({wide})b) : r"
+    body = {
+        "trunc_div": f"  {_quotient(name, quotient, casts)}\n",
+        "floor_div": f"""\
+  const {name} q = {divided}(a, b);
   const {name} r = ({name})(({wide})a - ({wide})q * ({wide})b);
-  return (b != 0) & (r != 0) & ((r < 0) != (b < 0)) ? ({name})(q - 1) : q;
-""")  # fmt: skip
-    _add("fmod", name, f"""\
+  return {lower.format(other="((b != 0) & (r != 0) & ((r < 0) != (b < 0)))")};
+""",
+        "fmod": f"""\
   const {name} q = fuser_trunc_div_{name}(a, b);
   return b == 0 ? ({name})0 : ({name})(({wide})a - ({wide})q * ({wide})b);
-""")  # fmt: skip
-    _add("remainder", name, f"""\
-  const {name} r = ({name})(b == 0 ? 0 : ({wide})a - ({wide}){floored}(a, b) * ({wide})b);
-  return (r != 0) & ((r < 0) != (b < 0)) ? ({name})(({wide})r + ({wide})b) : r;
-""")  # fmt: skip
+""",
+        "remainder": f"""\
+  const {name} r = ({name})(b == 0 ? 0 : ({wide})a - ({wide}){divided}(a, b) * ({wide})b);
+  return {onward.format(other="((r != 0) & ((r < 0) != (b < 0)))")};
+""",
+    }[op]
+    return f"FUSER_FN {name} fuser_{op}_{name}({name} a, {name} b) {{\n{body}}}\n"
+
+
+def _quotient(name: str, quotient: str | None, casts: bool) -> str:
+    """The statements that return the quotient of `a` and `b`, truncated."""
+    if name == "i64":
+        native = _NARROW.format(kind="i64", unsigned="u64")
+        if not casts:
+            return native
+        # A division by a constant is a multiplication, but the steps to a floor from it cost more than it saves.
+        return f"if (__builtin_constant_p(b)) {{\n    {native}\n  }}\n  return fuser_wide_div_i64(a, b);"
+    f = "f" if quotient == "float" else ""
+    body = f"const {quotient} q = __builtin_trunc{f}(({quotient})a / ({quotient})(b == 0 ? ({name})1 : b));\n"
+    if name != "i32":
+        return body + f"  return b == 0 ? ({name})0 : ({name})(i32)q;"
+    # 2^31 (of INT_MIN / -1) has to wrap.
+    if casts:
+        return body + "  return b == 0 ? (i32)0 : (i32)(i64)q;"
+    native = _NARROW.format(kind="i32", unsigned="u32")
+    body += "  return b == 0 ? (i32)0 : (i32)(q == 2147483648.0 ? -q : q);"
+    return f"if (__builtin_constant_p(b)) {{\n    {native}\n  }}\n  {body}"
 
 
 def _shifts(name: str, wide: str, bits: int) -> None:
