@@ -11,6 +11,7 @@ from fuser.cpu.prefetches import prefetch_columns, prefetches_columns
 from fuser.cpu.prepared import prepared
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
+from fuser.ir.loop_body import is_checked
 from fuser.scheduler.kernel_plan import Axis, Reduce
 
 ROWS_TOGETHER = 4  # rows of a column pass that are added before accumulators are written
@@ -22,10 +23,24 @@ def one_row(rows: Rows, own: Sequence[Accumulator], phase: int, loops: Sequence[
     """One row of a block of columns."""
     facts, count = rows.facts, ir.Name("count")
     prefetch_columns(rows, phase, loops)
+    known = _looked_up_once(facts, phase)
+    for n in known:
+        rows.declare(n)
+    checks = facts.checks_inside and not known.keys() >= {n for n, r in enumerate(facts.plan.rows) if is_checked(r)}
     with prepared(rows, phase, rows.block()):
-        with rows.lanes((count + 15) // 16 * 16 if _reads_pieces_only(facts, phase) else count):
-            rows.inner(phase, fold)
+        with rows.lanes((count + 15) // 16 * 16 if _reads_pieces_only(facts, phase) else count, checks):
+            rows.inner(phase, fold, known)
     count_rows(rows.out, own, 1)
+
+
+def _looked_up_once(facts: Facts, phase: int) -> dict[int, None]:
+    """If a pass looks up a bounds-checked index for each of its rows: what it computes for a row, not for each lane.
+
+    g++ takes nothing out of a loop that reports an index, and gathers where lanes are neighbours.
+    """
+    assert facts.vector is not None
+    same = [n for n in facts.rows_of(phase) if facts.is_full(n) and facts.vector.sym not in facts.plan.varies[n]]
+    return dict.fromkeys(same) if any(is_checked(facts.plan.rows[n]) for n in same) else {}
 
 
 def _reads_pieces_only(facts: Facts, phase: int) -> bool:

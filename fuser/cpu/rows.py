@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -94,9 +94,14 @@ class Rows:
         """The element in memory that the load `n` reads."""
         buffer, (address,) = self.plan.rows[n].attr
         dtype, at = self.facts.dtypes[buffer], self.index(address)
-        if dtype.itemsize < 4 and any(map(self.facts.is_full, address_rows(address))):
+        if dtype.itemsize < 4 and any(map(self._is_of_lanes, address_rows(address))):
             return ir.Gather(storage_type(dtype), ir.Name(buffer), at)
         return ir.Name(buffer)[at]
+
+    def _is_of_lanes(self, n: int) -> bool:
+        """Whether row `n` is computed inside the innermost loops, with other values in other lanes."""
+        vector = self.facts.vector
+        return self.facts.is_full(n) and (vector is None or vector.sym in self.plan.varies[n])
 
     def decoded(self, n: int, element: ir.Value) -> ir.Value:
         """The value of the load `n`, given the element."""
@@ -208,13 +213,19 @@ class Rows:
         value = self.ref(n) if n in facts.moved else ir.Encode(dtype, self.ref(n), facts.is_exact(n, dtype))
         self.out.set(self.target(s), value)
 
-    def inner(self, phase: int, fold: Callable[[Reduce], None] | None = None) -> None:
-        """Write the body of a pass's innermost loops: rows, row buffers, stores, and `fold` for each reduction."""
+    def inner(
+        self, phase: int, fold: Callable[[Reduce], None] | None = None, known: Container[int] = ()
+    ) -> None:  # fmt: skip
+        """Write the body of a pass's innermost loops: rows, row buffers, stores, and `fold` for each reduction.
+
+        `known`: rows that are declared before the loop.
+        """
         facts, described = self.facts, self.facts.passes[phase]
         first = {n: facts.passes.first(n) for n in facts.kept}
         with self.found({n: Place(facts.in_array(n, self.kept(n))) for n in facts.kept if first[n] < phase}):
             for n in facts.computed(phase):
-                self.declare(n)
+                if n not in known:
+                    self.declare(n)
                 if first.get(n) == phase:
                     self.out.set(self.kept(n), f"t{n}")
         for s in described.stores:
@@ -280,9 +291,12 @@ class Rows:
         self.out.add(ir.Pointer(kind, name, ir.Name("scratch") + at, False))
 
     # -- loops ---------------------------------------------------------------------------------------------------------
-    def simd(self, name: str, low: ir.Like, high: ir.Like) -> ir.For:
-        """A vectorised loop. It names a reduction clause only if needed: one costs more than a short row."""
-        joins = "|:bad" if self.facts.checks_inside else ""
+    def simd(self, name: str, low: ir.Like, high: ir.Like, checks: bool = True) -> ir.For:
+        """A vectorised loop. It names a reduction clause only if needed: one costs more than a short row.
+
+        `checks`: whether it checks the indices that innermost loops check.
+        """
+        joins = "|:bad" if checks and self.facts.checks_inside else ""
         return ir.For(name, ir.value(low), ir.value(high), simd=True, joins=joins)
 
     def block(self) -> LoopRange:
@@ -290,9 +304,9 @@ class Rows:
         return LoopRange("v0", ir.Name("l"), self.facts.lanes, ir.Name("count"))
 
     @contextmanager
-    def lanes(self, count: ir.Like = "count") -> Iterator[None]:
-        """A loop over the lanes of a column nest's block, or over `count` of them."""
-        with self.out.block(self.simd("l", 0, count)):
+    def lanes(self, count: ir.Like = "count", checks: bool = True) -> Iterator[None]:
+        """A loop over the lanes of a column nest's block, or over `count` of them. `checks`: see `simd`."""
+        with self.out.block(self.simd("l", 0, count, checks)):
             self.out.let("i64", self.facts.v, ir.Name("v0") + "l")
             yield
 

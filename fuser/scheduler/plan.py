@@ -116,9 +116,9 @@ def build_plan(
     vector = _column_axis(axes, rows, reductions, dtypes)
     if vector is None and ctx.target.square_tiles and reductions:
         vector = _crossed(axes, rows)
-    vector = vector or _choose_vector(axes, rows, stores, short, run)
+    vector = vector or _choose_vector(axes, rows, stores, reductions, short, run)
     across = next((a for a in axes if a.sym == vector and not a.reduced), None)
-    along = _choose_vector(axes, rows, stores, 0) if across is not None and short else None
+    along = _choose_vector(axes, rows, stores, reductions, 0) if across is not None and short else None
     for a in axes:
         most = short - 1 if a.hint < short else LONG_ROW
         if a.reduced and a.sym == along and a.hint <= most:
@@ -266,8 +266,9 @@ def _mergeable(e: Expr, x: Axis, y: Axis) -> bool:
 
 
 def _choose_vector(
-    axes: list[Axis], rows: list[Row], stores: list[tuple[str, Expr, int]], short: int, run: int = 1
-) -> Sym | None:
+    axes: list[Axis], rows: list[Row], stores: list[tuple[str, Expr, int]],
+    reductions: list[tuple[str, int, torch.dtype]], short: int, run: int = 1,
+) -> Sym | None:  # fmt: skip
     """The axis with the most contiguous accesses, weighted by the amount that each reads or writes.
 
     Accesses also count if their stride is `run`, where the elements between are accessed, too. A reduced axis shorter
@@ -277,20 +278,21 @@ def _choose_vector(
         return None
     points = math.prod(max(a.hint, 1) for a in axes)
     accesses = [(r.attr[1][0], 1.0) for r in rows if r.op == "load"] + [(e, 2.0) for _, e, _ in stores]
-    reductions = any(a.reduced for a in axes)
+    reduces = any(a.reduced for a in axes)
     shares = {e: _touched(e, axes) / points for e, _ in accesses}
+    along = _varying(axes, rows, reductions, [e for e, _ in accesses])
 
     def score(item: tuple[int, Axis]) -> tuple[float, int]:
         at, a = item
         total = 0.0
         for e, weight in accesses:
-            if reductions and not any(x.reduced and x.sym in symbols(e) for x in axes):
+            if reduces and not any(x.reduced and x.sym in along[e] for x in axes):
                 continue  # outside the reduced loops
             c = coefficient(e, a.sym)
             weight *= shares[e]
             if c is not None and c.as_int() in (1, run):
                 total += weight
-            elif c is not None and c == ZERO:
+            elif a.sym not in along[e]:
                 total += weight / 4
         if a.hint < FEW:
             total /= TURN if short and (a.hint <= FEW // 2 or not is_read_along(a)) else FEW
@@ -301,12 +303,24 @@ def _choose_vector(
         return any(2 * shares[e] > 1 and coefficient(e, a.sym) == ONE for e in addresses)
 
     best = max(enumerate(axes), key=score)
-    if short and not reductions and best[1].hint < FEW and sum(map(row_cost, rows)) >= COSTLY:
+    if short and not reduces and best[1].hint < FEW and sum(map(row_cost, rows)) >= COSTLY:
         return max((a for a in axes if a.hint >= LEAST_APART or a is best[1]), key=lambda a: a.hint).sym
     if best[1].reduced and (best[1].hint < short or (short and score(best)[0] == 0.0 and best[1].hint < LONG_ROW)):
         across = [item for item in enumerate(axes) if not item[1].reduced and item[1].hint >= LEAST_ACROSS]
         best = max(across, key=lambda item: (score(item)[0], item[1].hint), default=best)
     return best[1].sym
+
+
+def _varying(
+    axes: list[Axis], rows: list[Row], reductions: list[tuple[str, int, torch.dtype]], addresses: list[Expr]
+) -> dict[Expr, frozenset[Sym]]:
+    """For each address the axes along which it varies, by itself or by an index that it looks up."""
+    own = {a.sym for a in axes}
+    known = {e: frozenset(symbols(e) & own) for e in addresses}
+    if not any(map(address_rows, addresses)):
+        return known
+    _, varies = phases_of(axes, rows, [r for _, r, _ in reductions])
+    return {e: along.union(*(varies[n] for n in address_rows(e))) for e, along in known.items()}
 
 
 def _is_thin(

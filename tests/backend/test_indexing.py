@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 
-from tests.backend.fused import check, check_each, check_falls_back, fuse, in_layouts, values
+from fuser import config, machines, pipeline
+from fuser.canonical import canonicalize
+from fuser.compiler import find_backend
+from tests.backend.fused import check, check_each, check_falls_back, compare, fuse, in_layouts, no_fallback, values
 
 X = values(4, 5, 6)
 I = torch.tensor([3, 0, 2])
@@ -120,6 +124,44 @@ def test_a_place_out_of_range_raises_what_eager_raises(name):
             assert str(fused.value).splitlines()[0] == str(eager.value).splitlines()[0]
     assert spec.store.kernels and set(spec.store.fallbacks) == {"a kernel reported: index out of range"}
     assert torch.equal(handle(x, torch.tensor([2, 1, 0])), fn(x, torch.tensor([2, 1, 0])))
+
+
+POOLED = {  # rows that are looked up, and reduced along the lookups
+    "sum": lambda x, i: F.embedding(i, x).sum(1),
+    "mean of weighted rows": lambda x, i: (x[i] * (i % 3).unsqueeze(-1)).mean(1),
+    "largest": lambda x, i: torch.relu(x[i]).amax(1),
+    "softmax": lambda x, i: F.embedding(i, x).softmax(1),
+    "two tables": lambda x, i: (x[i] + x.flip(0)[i]).sum(1),
+    "index_select": lambda x, i: x.index_select(0, i.flatten()).view(i.shape[0], i.shape[1], x.shape[1]).sum(1),
+}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64, torch.int32), ids=str)
+@pytest.mark.parametrize("name", POOLED)
+def test_rows_that_are_looked_up_are_reduced(name, dtype):
+    if dtype is torch.int32 and name in ("softmax", "mean of weighted rows"):
+        pytest.skip("floats alone")
+    fn, tol = POOLED[name], {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    handle, spec = fuse(fn)
+    for rows, width, places in ((9, 70, (5, 12)), (40, 16, (3, 1)), (7, 130, (2, 30)), (5, 3, (4, 0))):
+        if 0 in places and name == "largest":
+            continue
+        x = (values(rows, width) * 3).to(dtype)
+        i = torch.arange(places[0] * places[1]).view(places) * 5 % rows
+        compare(handle(x, i), fn(x, i), tol=tol)
+    no_fallback(spec)
+    with pytest.raises((IndexError, RuntimeError)):
+        handle(x, torch.full((4, 2), 1000))
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_lanes_take_neighbours_of_rows_that_are_looked_up(name):
+    x, i = values(100, 64), torch.arange(1024).view(64, 16) % 100
+    text = pipeline.generate(canonicalize(fx.symbolic_trace(POOLED[name])).graph, (x, i), find_backend("cpu")).text
+    if machines.find(config.isa).vector_bytes:
+        loops = text.split("#pragma omp simd")[1:]
+        assert "bad |=" in text
+        assert not any("bad |=" in loop.split("}")[0] for loop in loops), text
 
 
 def test_reading_from_nothing_raises():
