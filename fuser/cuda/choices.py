@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,31 @@ def find(name: str) -> Choice | None:
 def keep(name: str, choice: Choice) -> None:
     """Store a choice in this process and on disk."""
     records.keep(name, choice, toolchain.cache_folder())
+
+
+def of_class(
+    device: torch.device, parts: Sequence[Any], runs: Callable[[], Mapping[str, Callable[[], Any]]], incumbent: str,
+    what: str,
+) -> Choice | None:  # fmt: skip
+    """The choice for a class of calls on a device; the first call of a class is raced. `runs()` makes the contestants.
+
+    None where nothing can be raced: without a GPU, while a CUDA graph is recorded, or without memory for them.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return None
+    with torch.cuda.device(device), unset_fake_temporarily():
+        name = name_of(*parts)
+        found = find(name)
+        if found is None:
+            try:
+                found = race(runs(), incumbent)
+            except torch.cuda.OutOfMemoryError:
+                return None
+            found = dataclasses.replace(found, what=what)
+            keep(name, found)
+        return found
 
 
 def race(runs: Mapping[str, Callable[[], Any]], incumbent: str, failed: Sequence[tuple[str, str]] = ()) -> Choice:
@@ -67,5 +93,5 @@ def _event() -> Any:
 
 
 __all__ = [
-    "MARGIN", "ROUNDS", "Choice", "choices", "decide", "find", "keep", "name_of", "race", "remember",
+    "MARGIN", "ROUNDS", "Choice", "choices", "decide", "find", "keep", "name_of", "of_class", "race", "remember",
 ]  # fmt: skip

@@ -10,7 +10,6 @@ Which is faster is measured once on each device, with copies of as many bytes as
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -192,24 +191,15 @@ def _turned(node: fx.Node) -> fx.Node | None:
 # -- the race ----------------------------------------------------------------------------------------------------------
 def is_faster(product: Product, device: torch.device) -> bool:
     """Whether the padded product with its copies is faster on a device. The first product of a class is raced."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     from fuser.cuda import choices
 
-    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+    if not torch.cuda.is_available():
         return False
-    with torch.cuda.device(device), unset_fake_temporarily():
-        if product.result_bytes * _LARGEST_SHARE > torch.cuda.get_device_properties(device).total_memory:
-            return False
-        name = choices.name_of(*product.key())
-        found = choices.find(name)
-        if found is None:
-            try:
-                found = choices.race(runs_of(product, torch.device("cuda", torch.cuda.current_device())), "as it is")
-            except torch.cuda.OutOfMemoryError:
-                return False
-            choices.keep(name, dataclasses.replace(found, what=str(product)))
-        return found.winner == "padded"
+    if product.result_bytes * _LARGEST_SHARE > torch.cuda.get_device_properties(device).total_memory:
+        return False
+    runs = functools.partial(runs_of, product, torch.device(DEVICE))
+    found = choices.of_class(device, product.key(), runs, "as it is", str(product))
+    return found is not None and found.winner == "padded"
 
 
 def runs_of(product: Product, device: torch.device) -> dict[str, Callable[[], Any]]:

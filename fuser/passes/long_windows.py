@@ -9,7 +9,6 @@ Which is faster is measured once on each device.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -90,28 +89,18 @@ served_by(grouped_by_windows, "library", "a library's products of windows, in pa
 # -- the race ----------------------------------------------------------------------------------------------------------
 def is_faster(node: fx.Node) -> bool:
     """Whether the products are faster on the device of a convolution. The first one of a class is raced."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     from fuser.cuda import choices
 
-    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
-        return False
     args: Any = node.args
     x, weight, bias, _, padding, *_, groups = args
     value = x.meta["val"]
     sizes: Any = tuple(value.shape), tuple(weight.meta["val"].shape)
     how: Any = bias is not None, padding[0], groups
-    with torch.cuda.device(value.device), unset_fake_temporarily():
-        name = choices.name_of("long windows", *sizes, str(value.dtype), *how)
-        found = choices.find(name)
-        if found is None:
-            try:
-                found = choices.race(runs_of(sizes[0], sizes[1], value.dtype, *how), "convolution")
-            except torch.cuda.OutOfMemoryError:
-                return False
-            what = f"convolution of {'×'.join(map(str, sizes[0]))} by {sizes[1][2]} in {groups} groups"
-            choices.keep(name, dataclasses.replace(found, what=f"{what} {str(value.dtype)[6:]}"))
-        return found.winner == "products"
+    runs = functools.partial(runs_of, sizes[0], sizes[1], value.dtype, *how)
+    what = f"convolution of {'×'.join(map(str, sizes[0]))} by {sizes[1][2]} in {groups} groups {str(value.dtype)[6:]}"
+    key = "long windows", *sizes, str(value.dtype), *how
+    found = choices.of_class(value.device, key, runs, "convolution", what)
+    return found is not None and found.winner == "products"
 
 
 def runs_of(

@@ -10,7 +10,6 @@ Which is faster is measured once on each device, the product with a copy.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import operator
@@ -211,24 +210,12 @@ def _convert_gradients(walk: Relayout, node: fx.Node, p: Patches, made: Patched)
 # -- the race ----------------------------------------------------------------------------------------------------------
 def is_faster(p: Patches, device: torch.device) -> bool:
     """Whether the product is faster on a device. The first convolution of a class is raced."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     from fuser.cuda import choices
 
     if p.rows * p.inner * p.filters < _LEAST_WORK:
         return False
-    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
-        return False
-    with torch.cuda.device(device), unset_fake_temporarily():
-        name = choices.name_of(*p.key())
-        found = choices.find(name)
-        if found is None:
-            try:
-                found = choices.race(runs_of(p), "convolution")
-            except torch.cuda.OutOfMemoryError:
-                return False
-            choices.keep(name, dataclasses.replace(found, what=str(p)))
-        return found.winner == "product"
+    found = choices.of_class(device, p.key(), lambda: runs_of(p), "convolution", str(p))
+    return found is not None and found.winner == "product"
 
 
 def runs_of(p: Patches, device: str = DEVICE) -> dict[str, Callable[[], Any]]:

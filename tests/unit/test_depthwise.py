@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from typing import Any
 
@@ -157,9 +156,6 @@ def test_other_groups_are_timed(monkeypatch) -> None:
 
     monkeypatch.setattr(conv_tensor_cores, "_called", last)
     monkeypatch.setattr(conv_tensor_cores, "_LEAST", 0)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     asked = []
     times = {2: (("contiguous", 3.0), ("channels-last", 1.0)), 4: (("contiguous", 1.0), ("channels-last", 2.5))}
 
