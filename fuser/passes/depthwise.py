@@ -13,9 +13,11 @@ from torch import fx
 from fuser import config
 from fuser.passes.calls import own_operator
 from fuser.passes.classify import APART, Kind, classify
+from fuser.passes.hints import are_numbers
 from fuser.passes.writing import Writer
 
 aten = torch.ops.aten
+DEVICE = "cuda"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -43,14 +45,15 @@ def _is_small(node: fx.Node) -> bool:
     if node.kwargs or len(values) != 3 or not all(isinstance(v, torch.Tensor) and v.dim() in (3, 4) for v in values):
         return False
     x, weight, result = values
-    if x.device.type != "cuda" or not is_depthwise(node) or any(v.dtype not in _DTYPES for v in values):
+    if x.device.type != DEVICE or not are_numbers(*(n for v in values for n in (*v.shape, *v.stride()))):
+        return False  # comparing symbols would add guards
+    if not is_depthwise(node) or any(v.dtype not in _DTYPES for v in values):
         return False
     from fuser.lowering.pooling import MOST_PLACES  # most processes have no such convolution
     from fuser.ops.depthwise import order_of
 
-    kernel = weight.shape[2:]
-    known = all(type(k) is int for k in kernel) and x.dtype is weight.dtype and _has_reader(node)
-    return known and kernel.numel() <= MOST_PLACES and result.is_contiguous(memory_format=order_of(x))
+    small = weight.shape[2:].numel() <= MOST_PLACES and x.dtype is weight.dtype and _has_reader(node)
+    return small and result.is_contiguous(memory_format=order_of(x))
 
 
 def _has_reader(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ import fuser
 import fuser.ops
 from fuser import config
 from fuser.interface import kernel_spec
-from fuser.passes import conv_groups, conv_tensor_cores
+from fuser.passes import conv_groups, conv_tensor_cores, depthwise
 from fuser.passes.conv_tensor_cores import tensor_cores_channels_last
 from fuser.passes.depthwise import depthwise_by_kernels
 from fuser.passes.grouping import group_nodes
@@ -133,6 +133,17 @@ LEFT: dict[str, Any] = {
     "no reader": (lambda x, w: conv(x, w, None, 8), ((2, 8, 12, 12), (8, 1, 3, 3)), {}),
     "double": (lambda x, w: conv(x, w, None, 8) * 2, ((2, 8, 12, 12), (8, 1, 3, 3)), {"dtype": torch.float64}),
 }
+
+
+def test_symbols_get_no_guards(monkeypatch) -> None:
+    """A graph of free sizes stays as it is, and nothing is asked of its sizes."""
+    monkeypatch.setattr(depthwise, "DEVICE", "cpu")
+    f, args = (lambda x, w: conv(x, w, None, 8).relu()), (torch.randn(4, 8, 12, 12), torch.randn(8, 1, 3, 3))
+    module = make_fx(f, tracing_mode="symbolic")(*args)
+    env = next(iter(module.graph.nodes)).meta["val"].fake_mode.shape_env
+    before = len(env.guards)
+    assert depthwise_by_kernels(module) == 0 and len(env.guards) == before
+    assert depthwise_by_kernels(make_fx(f, tracing_mode="fake")(*args)) == 1
 
 
 @pytest.mark.parametrize("name", LEFT)
