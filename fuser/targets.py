@@ -71,6 +71,8 @@ class Target:
       reads it twice (0: never).
     square_tiles: whether a loop's tile has two dims, so that operands along rows and along columns both have
       contiguous reads. Then a kernel with a long reduction stores nothing along another axis than it reads.
+    neighbours: reads of one tensor by each element, from which a loop is bound by arithmetic, and shares no kernel with
+      a reduction if tiles have two dims (0: never).
     recompute_cost, write_worth: the most operations of an element for its recomputation by each reader, and the reads
       that cost as much as one write to memory.
     table_work: saved operations from which values computed from indices alone (positions, angles) are materialised for
@@ -102,6 +104,7 @@ class Target:
     most_buffers: int = 48
     scans_alone: bool = False
     square_tiles: bool = False
+    neighbours: int = 0
     sums_by_dims: bool = True
     window_dims: int = 3
     unrolls: int = 0

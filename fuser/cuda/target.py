@@ -15,6 +15,6 @@ from fuser.targets import DTYPES, Target
 TARGET = Target(
     "cuda", empty_statistics=False, dtypes=DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}, ordered=False,
     unrolls=8, joins=True, joins_stored=1 << 20, sums_by_dims=False, window_dims=2, few_rows=32, long_row=1 << 17,
-    rows_at_once=132, cached=40 << 20, column_bytes=128, square_tiles=True, moments=True, apart=True, recompute_cost=64,
-    write_worth=1,
+    rows_at_once=132, cached=40 << 20, column_bytes=128, square_tiles=True, neighbours=8, moments=True, apart=True,
+    recompute_cost=64, write_worth=1,
 )  # fmt: skip

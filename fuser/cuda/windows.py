@@ -13,6 +13,7 @@ from dataclasses import field
 
 import torch
 
+from fuser.cuda.target import TARGET
 from fuser.cuda.text import Guard
 from fuser.cuda.tiles import VECTOR
 from fuser.ir.loop_body import Row, indirect_rows
@@ -21,7 +22,6 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import KernelPlan
 
 FEWEST = 3  # loads of one tensor that make a window
-MANY = 8  # loads of one tensor, from which arithmetic takes longer than memory
 _COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 _INT32 = 1 << 31
 
@@ -70,7 +70,7 @@ def reads_many(plan: KernelPlan) -> bool:
     """Whether a plan reads many neighbours of each element, all in vectors, as convolutions of channels do."""
     if plan.reductions or plan.ordered is not None or plan.vector is None:
         return False
-    found = (places for places in _places(plan).values() if len(places) >= MANY)
+    found = (places for places in _places(plan).values() if len(places) >= TARGET.neighbours)
     return any(all(coefficient(p, plan.vector) == ONE for p in places) for places in found)
 
 

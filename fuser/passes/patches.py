@@ -3,7 +3,7 @@
 So images become tokens in vision transformers, and networks halve their images. A copy puts the elements of each patch
 side by side; the kernel that computes the image may store it so. The result is in channels-last memory, whose rows are
 the tokens that transformers read. cuDNN copies images of three channels twice: on an H200, 16 images of 3x518x518 in
-patches of 14x14 to 768 channels take it 0.6 ms in bfloat16.
+patches of 14x14 to 768 channels take it 0.93 ms in bfloat16, a copy and a product 0.16.
 
 Which is faster is measured once on each device, the product with a copy.
 """

@@ -165,9 +165,10 @@ def _apart(
         return "is stored along another axis than the reduction reads"
     if not kernel.reduced and node.is_reduction and _mixes(ctx, kernel, matching, memory):
         return "reduces what is read along two axes and stored"
-    if kernel.reduced and not node.is_reduction and _reads_many(node):
+    many = ctx.target.neighbours
+    if kernel.reduced and not node.is_reduction and _reads_many(node, many):
         return "reads many neighbours of each element, beside a reduction"
-    if node.is_reduction and any(_reads_many(n) for n in kernel.nodes if not n.is_reduction):
+    if node.is_reduction and any(_reads_many(n, many) for n in kernel.nodes if not n.is_reduction):
         return "reduces what is computed from many neighbours of each element"
     return None
 
@@ -177,7 +178,6 @@ def _apart(
 # 0.054 ms, 16x1024 rows of 384 0.016 and 0.038, 64x784 rows of 192 0.024 and 0.037; of stores alone, 8x4096 rows of 320
 # 0.018 and 0.019, 64x784 rows of 192 0.017 and 0.014, 64x3136 rows of 96 0.039 and 0.026.
 _TURNED_ROW, _TURNED = 256, 1 << 20
-_MANY = 8  # loads of one tensor, from which arithmetic takes longer than memory
 RUN = 16  # contiguous elements from which contiguity matters
 
 
@@ -210,10 +210,10 @@ def _mixes(ctx: LoweringContext, kernel: Kernel, matching: Matching, memory: Mem
     return math.prod(n.values()) >= _TURNED and len(_read_along(kernel, matching, memory, n) - {None}) > 1
 
 
-def _reads_many(node: Node) -> bool:
-    """Whether a node reads many elements of one tensor for each of its own, as sums over windows do."""
+def _reads_many(node: Node, many: int) -> bool:
+    """Whether a node reads so many elements of one tensor for each of its own, as sums over windows do."""
     loads = Counter(r.attr[0] for r in node.rows if r.op == "load")
-    return max(loads.values(), default=0) >= _MANY
+    return max(loads.values(), default=0) >= many > 0
 
 
 def _read_along(kernel: Kernel, matching: Matching, memory: Memory, n: Mapping[Sym, int]) -> set[Sym | None]:
