@@ -21,12 +21,12 @@ from fuser import config
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.hints import are_numbers, size_hint
 from fuser.passes.layouts import fake_mode_of
+from fuser.passes.rounded_factors import HALVES, products_take_tf32
 
 aten = torch.ops.aten
 LEAST_WORK = 1 << 28  # multiplications, below which a call takes less than the launches of copies
 DEVICE = "cuda"
 _BYTES = 16  # that cuBLAS loads at once
-_HALVES = (torch.float16, torch.bfloat16)
 _LARGEST_SHARE = 32  # a padded result takes at most this part of a device's memory
 _TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
 Padding = tuple[int, int]  # how many rows and columns are added to a matrix
@@ -121,15 +121,7 @@ def _is_plain(value: Any) -> bool:
     plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dim() == 2
     if not plain or value.device.type != DEVICE:
         return False
-    return value.dtype in _HALVES or value.dtype is torch.float32 and _takes_tf32()
-
-
-def _takes_tf32() -> bool:
-    """Whether products of float32 may round factors to TF32."""
-    try:
-        return bool(torch.backends.cuda.matmul.allow_tf32)
-    except RuntimeError:  # old and new settings are mixed
-        return False
+    return value.dtype in HALVES or value.dtype is torch.float32 and products_take_tf32()
 
 
 def _order(value: torch.Tensor) -> bool | None:

@@ -28,19 +28,12 @@ from fuser.passes.conv_groups import are_faster_last
 from fuser.passes.depthwise import is_depthwise
 from fuser.passes.hints import are_numbers
 from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
+from fuser.passes.rounded_factors import HALVES, convolutions_take_tf32
 
 aten = torch.ops.aten
 _MOST_COPIED = 0.6  # share of the bytes that convolutions read and write, for copies that no kernel stores
 _LEAST = 32 << 20  # bytes that a convolution reads and writes on average; with fewer, launches of copies dominate
 _FEWEST = 4  # convolutions per copy from which their bytes do not matter
-
-
-def _takes_tf32() -> bool:
-    """Whether cuDNN may round float32 operands to TF32."""
-    try:
-        return torch.backends.cudnn.enabled and torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # old and new settings are mixed
-        return False
 
 
 def _images(node: fx.Node) -> tuple[Any, Any, Any] | None:
@@ -70,7 +63,7 @@ def _is_for_tensor_cores(node: fx.Node, tf32: bool) -> bool:
     if not values or not plain:
         return False
     x = values[0]
-    return x.device.type == "cuda" and (x.dtype in (torch.float16, torch.bfloat16) or x.dtype is torch.float32 and tf32)
+    return x.device.type == "cuda" and (x.dtype in HALVES or x.dtype is torch.float32 and tf32)
 
 
 def _bytes(*nodes: Any) -> int:
@@ -101,7 +94,7 @@ def _turn_weight(walk: Relayout, node: fx.Node) -> None:
 
 def tensor_cores_channels_last(module: fx.GraphModule) -> int:
     """On CUDA, inference graphs whose convolutions run on tensor cores are converted to channels-last memory."""
-    tf32, mode = _takes_tf32(), fake_mode_of(module.graph)
+    tf32, mode = convolutions_take_tf32(), fake_mode_of(module.graph)
     convolutions = [n for n in module.graph.nodes if _images(n) is not None]
     if not convolutions or mode is None or config.numerics == "eager" or config.convolution_layout == "eager":
         return 0

@@ -20,7 +20,7 @@ from torch import fx
 from fuser import config
 from fuser.passes.calls import put_for
 from fuser.passes.hints import are_numbers, is_contiguous
-from fuser.passes.patches import rounds_no_more
+from fuser.passes.rounded_factors import product_rounds_no_more
 from fuser.reasons import served_by
 
 aten = torch.ops.aten
@@ -54,7 +54,7 @@ def _is_long(node: fx.Node) -> bool:
     plain = list(stride) == list(dilation) == [1] and groups > 1
     long = length >= _FEWEST and channels >= _LEAST_CHANNELS
     work = values[2].numel() * channels * length
-    same = values[0].dtype is values[1].dtype and rounds_no_more(values[0].dtype)
+    same = values[0].dtype is values[1].dtype and product_rounds_no_more(values[0].dtype)
     return bool(plain and long and same and work >= _LEAST_WORK)
 
 

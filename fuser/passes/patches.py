@@ -23,10 +23,10 @@ from fuser import config
 from fuser.errors import Unsupported
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
+from fuser.passes.rounded_factors import product_rounds_no_more
 
 aten = torch.ops.aten
 DEVICE = "cuda"
-_HALVES = (torch.float16, torch.bfloat16)
 _LEAST_WORK = 1 << 26  # multiplications, below which launches decide
 Patched = dict[Any, fx.Node]
 
@@ -107,7 +107,7 @@ def patches_of(node: fx.Node) -> Patches | None:
     args: Any = node.args[1:] if backward else node.args
     x, weight = (a.meta.get("val") for a in args[:2])
     stride, padding, dilation, transposed, _, groups = args[3:9]
-    if x.device.type != DEVICE or x.dtype is not weight.dtype or not rounds_no_more(x.dtype):
+    if x.device.type != DEVICE or x.dtype is not weight.dtype or not product_rounds_no_more(x.dtype):
         return None
     if transposed or groups != 1:
         return None
@@ -123,15 +123,6 @@ def patches_of(node: fx.Node) -> Patches | None:
     count = tuple(s // k for s, k in zip(x.shape[2:], kernel))
     has_bias = bool(args[2]) if backward else args[2] is not None
     return Patches(x.shape[0], x.shape[1], count, kernel, weight.shape[0], x.dtype, has_bias, last)
-
-
-def rounds_no_more(dtype: torch.dtype) -> bool:
-    """Whether a product rounds factors of a dtype no more than a convolution may."""
-    try:
-        exact = torch.backends.cudnn.allow_tf32 or not torch.backends.cuda.matmul.allow_tf32
-    except RuntimeError:  # old and new settings are mixed
-        exact = False
-    return dtype in _HALVES or dtype is torch.float32 and exact
 
 
 def _image(node: fx.Node) -> fx.Node:

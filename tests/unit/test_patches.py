@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuser import config
-from fuser.passes import patches
+from fuser.passes import patches, rounded_factors
 from fuser.passes.patches import patches_of, patches_to_products, runs_of
 
 aten = torch.ops.aten
@@ -113,6 +113,17 @@ def test_left_alone_elsewhere() -> None:
     assert patches_to_products(traced(plain, args, device="cpu")) == 0
     with config.override(numerics="eager"):
         assert patches_to_products(traced(plain, args)) == 0
+
+
+@pytest.mark.parametrize(
+    "convolutions, products, fits", [(True, True, 1), (True, False, 1), (False, False, 1), (False, True, 0)]
+)
+def test_factors_are_rounded_no_more_than_by_a_convolution(monkeypatch, convolutions, products, fits) -> None:
+    monkeypatch.setattr(rounded_factors, "convolutions_take_tf32", lambda: convolutions)
+    monkeypatch.setattr(rounded_factors, "_of_products", lambda: products)
+    args = [torch.randn(2, 6, 8, 8), torch.randn(4, 6, 2, 2)]
+    module = traced(lambda x, w: conv(x, w, None, 2), args, dtype=torch.float32)
+    assert patches_to_products(module) == fits
 
 
 def test_contestants_do_the_same_work() -> None:
