@@ -51,8 +51,9 @@ class Target:
     sums_by_channel: whether a group norm in channels-last memory sums each channel first, then the groups.
     split_units, split_work, lane_block: a reduction with fewer units than this, and at least this work, is cut into
       chunks; along the vector axis `lane_block` results are one unit. It is 0 if the code generator cuts by itself.
-    few_rows, long_row: a reduction of fewer and longer rows than this is not fused with consumers of its result. For
-      columns by `column_bytes` that exceed `cached`, up to four times as many rows count as few.
+    few_rows, long_row: a reduction of fewer and longer rows than this is not fused with consumers of its result. Of
+      columns by `column_bytes` up to twice as many count as few, and four times if they exceed `cached`. Where several
+      tensors are read, columns from `long_column` on are long (0: not asked), and many more count as few.
     rows_at_once, cached: the number of rows that a kernel has in flight. Long rows whose elements in flight exceed
       `cached` are not fused with consumers either: they would be read from memory twice (0: not checked).
     moments: whether one pass over a row gives its sum and its squared distances from a value that depends on the sum.
@@ -98,6 +99,7 @@ class Target:
     lane_block: int = 1
     few_rows: int = 4
     long_row: int = 1 << 18
+    long_column: int = 0
     rows_at_once: int = 0
     cached: int = 0
     moments: bool = False

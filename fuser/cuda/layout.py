@@ -11,7 +11,7 @@ from fuser.cuda import tiles
 from fuser.cuda.moments import alone_behind, moments_by_phase
 from fuser.cuda.text import Guard, divisor_class
 from fuser.cuda.windows import has_stride, reads_many, reads_windows
-from fuser.ir.loop_body import indirect_rows
+from fuser.ir.loop_body import Row, indirect_rows
 from fuser.ir.sizes import ONE, Expr, coefficient, expr, floordiv, product, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import REDUCTIONS
@@ -267,8 +267,7 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
         elements = max(tiles.scaled(tiles.WINDOW_ELEMENTS, ctx.variant.outer), 128)
         return Layout([], [Dim(axes, elements, "x")], warps, guards, flat=True)
     dtypes = dict(plan.buffers)
-    along = [plan.rows[i] for i, syms in enumerate(plan.varies) if vector.sym in syms]
-    sizes = [dtypes[r.attr[0]].itemsize for r in along if r.op == "load"]
+    sizes = [dtypes[r.attr[0]].itemsize for r in _streamed(plan, vector)]
     sizes += [dtypes[s.buffer].itemsize for s in plan.stores]
     total = product(a.size for a in axes)
     elements, guards = _pointwise_class(total, vector.size if others else None, sizes, ctx)
@@ -283,11 +282,20 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
         return Layout([], [Dim(axes, elements, "x")], warps, guards)
     outer, widths = ctx.hint(product(a.size for a in others)), tiles.WINDOW_WIDTHS if many else None
     tile = tiles.pointwise(outer, vector.hint, elements, widths)
+    if tile.outer > 1:
+        guards.append(("lt", expr(tile.inner // 2), vector.size))  # more than half of the tile's elements exist
     inner = Dim([vector], tile.inner, "x")
     if tile.outer == 1:
         shared, why = _shared(plan, vector, others, ctx)
         return Layout(others, [inner], warps, [*guards, *why], shared=shared)
     return Layout([], [Dim(others, tile.outer, "y"), inner], warps, guards)
+
+
+def _streamed(plan: KernelPlan, vector: Axis) -> list[Row]:
+    """The loads of a plan along its vector axis, without those that rows share, such as a norm's weights; if rows share
+    all, all."""
+    loads = [(plan.varies[i], r) for i, r in enumerate(plan.rows) if r.op == "load" and vector.sym in plan.varies[i]]
+    return [r for syms, r in loads if len(syms) > 1] or [r for _, r in loads]
 
 
 def _shared(plan: KernelPlan, vector: Axis, others: list[Axis], ctx: Context) -> tuple[frozenset[Axis], list[Guard]]:

@@ -142,6 +142,12 @@ class LoweringContext:
         if gap.as_int() is None and (relation in ("eq", "ne") or not is_nonnegative(gap - int(relation == "lt"))):
             self.guards[relation, x, y] = None
 
+    def is_less(self, a: Expr | int, b: Expr | int) -> bool:
+        """Whether `a < b` in the example, and in every call of this kernel: the answer becomes a guard."""
+        less = self.hint(a) < self.hint(b)
+        self.assume(*(("lt", a, b) if less else ("le", b, a)))
+        return less
+
     def is_one(self, size: Expr | int) -> bool:
         """Whether a size is the constant 1 (not merely 1 in the example)."""
         return self.canon(size) == ONE

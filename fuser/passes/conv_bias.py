@@ -1,10 +1,12 @@
-"""On CUDA a convolution's bias is added by the kernel that reads the convolution's result.
+"""On CUDA a convolution's bias is added by the kernel that reads the convolution's result; its gradient is a sum.
 
-cuDNN's convolution has no bias: ATen adds it in another pass over the result.
+cuDNN's convolution has no bias: ATen adds it in another pass over the result, and adds up the result's gradient in
+another pass, too.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -52,3 +54,41 @@ def bias_behind_convolution(module: fx.GraphModule) -> int:
             user.replace_input_with(plain, added)
         changed += 1
     return changed
+
+
+def bias_gradients_apart(module: fx.GraphModule) -> int:
+    """On CUDA the gradient of a convolution's bias is a sum of its own, which fuses with what else reads the images."""
+    if config.numerics == "eager":
+        return 0
+    changed = 0
+    for node in list(module.graph.nodes):
+        if node.target is aten.convolution_backward.default and not node.kwargs and _sums_on_cuda(node):
+            changed += _take_apart(module.graph, node)
+    return changed
+
+
+def _sums_on_cuda(node: fx.Node) -> bool:
+    grad: Any = node.args[0]
+    value = grad.meta.get("val")
+    on_cuda = isinstance(value, torch.Tensor) and value.device.type == "cuda" and value.dtype.is_floating_point
+    return bool(on_cuda and node.args[10][2])  # type: ignore[index]
+
+
+def _take_apart(graph: fx.Graph, node: fx.Node) -> bool:
+    item = next((u for u in node.users if u.target is operator.getitem and u.args[1] == 2), None)
+    if item is None or any(u.target is not operator.getitem for u in node.users):
+        return False
+    grad: Any = node.args[0]
+    with graph.inserting_before(node):
+        total = graph.call_function(aten.sum.dim_IntList, (grad, [0, *range(2, grad.meta["val"].dim())]))
+    total.meta = dict(item.meta)
+    item.replace_all_uses_with(total)
+    graph.erase_node(item)
+    if not node.users:
+        graph.erase_node(node)
+        return True
+    mask: Any = node.args[10]
+    node.update_arg(10, [*mask[:2], False])
+    value: Any = node.meta["val"]
+    node.meta["val"] = (*value[:2], None)
+    return True

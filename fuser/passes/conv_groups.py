@@ -45,12 +45,15 @@ def _times(node: fx.Node) -> Sequence[tuple[str, float]] | None:
     """Microseconds in each order; None where nothing can be raced."""
     from fuser.cuda import choices
 
-    args: Any = node.args
+    backward = node.target is aten.convolution_backward.default
+    args: Any = node.args[1:] if backward else node.args
     x, weight, bias, *behind = args
     sizes: Any = [tuple(n.meta["val"].shape) for n in (x, weight)]
-    device, dtype = node.meta["val"].device, node.meta["val"].dtype
-    how = *sizes, dtype, bias is not None, behind
-    what = f"convolution of {'×'.join(map(str, sizes[0]))} in {behind[-1]} groups {str(dtype)[6:]}"
+    result = tuple(node.args[0].meta["val"].shape) if backward else None  # type: ignore[union-attr]
+    device, dtype = x.meta["val"].device, x.meta["val"].dtype
+    how = *sizes, dtype, bias is not None, behind, result
+    subject = "gradients of a convolution" if backward else "convolution"
+    what = f"{subject} of {'×'.join(map(str, sizes[0]))} in {behind[5]} groups {str(dtype)[6:]}"
     key = "grouped convolution", *map(str, how)
     found = choices.of_class(device, key, functools.partial(runs_of, *how), USUAL, what)
     return None if found is None else found.times
@@ -58,9 +61,9 @@ def _times(node: fx.Node) -> Sequence[tuple[str, float]] | None:
 
 def runs_of(
     size: Sequence[int], weights: Sequence[int], dtype: torch.dtype, has_bias: bool, behind: Sequence[Any],
-    device: str = "cuda",
+    result: Sequence[int] | None = None, device: str = "cuda",
 ) -> dict[str, Callable[[], Any]]:  # fmt: skip
-    """The convolution on a device in both memory orders."""
+    """The convolution on a device in both memory orders; its gradients for a result's size."""
     x, weight = (torch.randn(s, device=device, dtype=dtype) for s in (size, weights))
     behind = [list(b) if isinstance(b, Sequence) else b for b in behind]
     channels = weights[0] if not behind[3] else weights[1] * behind[5]
@@ -68,6 +71,10 @@ def runs_of(
 
     def run(form: torch.memory_format) -> Callable[[], Any]:
         image, filters = x.contiguous(memory_format=form), weight.contiguous(memory_format=form)
+        if result is not None:
+            grad = torch.randn(result, device=device, dtype=dtype).contiguous(memory_format=form)
+            sizes = [channels] if has_bias else None
+            return lambda: aten.convolution_backward.default(grad, image, filters, sizes, *behind)
         return lambda: aten.convolution.default(image, filters, bias, *behind)
 
     return {USUAL: run(torch.contiguous_format), LAST: run(torch.channels_last)}

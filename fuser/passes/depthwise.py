@@ -19,12 +19,13 @@ from fuser.passes.writing import Writer
 aten = torch.ops.aten
 DEVICE = "cuda"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SUMMED = aten._native_batch_norm_legit_functional.default
 
 
 def is_depthwise(node: fx.Node) -> bool:
-    """Whether a convolution along one or two dims has a filter for each channel."""
-    args: Any = node.args
-    x, weight, *_, transposed, _, groups = args
+    """Whether a convolution along one or two dims, or its gradients, has a filter for each channel."""
+    args: Any = node.args[int(node.target is aten.convolution_backward.default) :]
+    x, weight, _, _, _, _, transposed, _, groups = args[:9]
     sizes = [a.meta["val"].shape for a in (x, weight)]
     alone = groups == sizes[0][1] == sizes[1][0] and groups > 1
     return bool(alone and not transposed and len(sizes[1]) in (3, 4))
@@ -52,13 +53,18 @@ def _is_small(node: fx.Node) -> bool:
     from fuser.lowering.pooling import MOST_PLACES  # most processes have no such convolution
     from fuser.ops.depthwise import order_of
 
-    small = weight.shape[2:].numel() <= MOST_PLACES and x.dtype is weight.dtype and _has_reader(node)
+    last = order_of(x) is torch.channels_last
+    small = weight.shape[2:].numel() <= MOST_PLACES and x.dtype is weight.dtype and _has_reader(node, last)
     return small and result.is_contiguous(memory_format=order_of(x))
 
 
-def _has_reader(node: fx.Node) -> bool:
-    """Whether a kernel that reads a convolution can become part of it; by itself cuDNN's is faster."""
-    return any(classify(user).kind is Kind.COMPUTE for user in node.users)
+def _has_reader(node: fx.Node, last: bool) -> bool:
+    """Whether a kernel that reads a convolution can become part of it; by itself cuDNN's is faster.
+
+    Not the sums of a batch norm in training. In the usual order cuDNN is slow enough that these do not matter.
+    """
+    readers = [user for user in node.users if classify(user).kind is Kind.COMPUTE]
+    return any(not last or user.target is not _SUMMED for user in readers)
 
 
 def _rewrite(node: fx.Node) -> None:

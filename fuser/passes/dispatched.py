@@ -1,8 +1,9 @@
 """Operators that torch's dispatcher decomposes during tracing, and the calls that are traced instead.
 
 No decomposition table reaches them: the dispatcher calls Python functions registered for autograd's key, or composite
-kernels. Resized images would become gathers for each element, up to five times as slow as ATen's kernels. They stay
-whole on the CPU, and on CUDA if they are large; other ones are decomposed and get eager's layout. Circular pads would
+kernels. Resized images would become gathers for each element, up to five times as slow as ATen's kernels, and their
+gradients scatters. They stay whole on the CPU, and on CUDA if they are large or get a gradient; other ones are
+decomposed and get eager's layout. Circular pads would
 become chains of masked writes; on the CPU they become joins. A dropout that drops nothing would become a copy, where
 eager returns its input. One-hot vectors would have the strides of their indices, and 1-d pools without gradients the
 order of their input; eager's are row-major.
@@ -97,8 +98,8 @@ def _after_fork() -> None:
 class _Resized:
     """An overload `vec`, given sizes or scale factors, traced as the overload that takes both.
 
-    On other devices than the CPU, and for small images on CUDA, torch's function decomposes it. That is row-major for
-    some numbers of channels, where eager keeps the image's layout.
+    On other devices than the CPU, torch's function decomposes it if the images are small and need no gradient. That is
+    row-major for some numbers of channels, where eager keeps the image's layout.
     """
 
     def __init__(self, vec: Any, plain: Any, own: Callable[..., Any]) -> None:
@@ -108,7 +109,8 @@ class _Resized:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         x, sizes, *rest, factors = (given[name] for name in self.names)
-        if x.device.type != "cpu" and not self._is_large(x, sizes, factors):
+        has_gradient = torch.is_grad_enabled() and x.requires_grad
+        if x.device.type != "cpu" and not has_gradient and not self._is_large(x, sizes, factors):
             made = self.own(x, sizes, *rest, factors)
             layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
             return made.contiguous(memory_format=layout) if suggests_channels_last(x) else made

@@ -42,6 +42,10 @@ JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("keep_logits", later("losses", "keep_logits"), calls="aten._log_softmax"),
     Pass("pools_by_offsets", later("pools", "pools_by_offsets"), calls=_POOLS),
     Pass("kinks_by_masks", later("kinks", "kinks_by_masks"), calls=_KINKS),
+    Pass(
+        "bias_gradients_apart", later("conv_bias", "bias_gradients_apart"), calls="aten.convolution_backward",
+        device=_CUDA,
+    ),
     Pass("convolutions_channels_last", later("convolutions", "convolutions_channels_last"), calls=_CONVOLUTION),
     Pass(
         "tensor_cores_channels_last", later("conv_tensor_cores", "tensor_cores_channels_last"), calls=_CONVOLUTION,

@@ -113,12 +113,17 @@ class Relayout:
         found = self._copies.get((node, form))
         if found is None:
             found = self._copies[node, form] = self.call(aten.clone.default, node, memory_format=form)
-            source = node.args[0] if node.target is operator.getitem else node
-            alone = classify(source).kind is not Kind.COMPUTE  # type: ignore[arg-type]
-            self.calls += alone
-            if alone or not self.stored:
-                self.copied += value.numel() * value.element_size()
+            self._count(node)
         return found
+
+    def _count(self, node: fx.Node) -> None:
+        """Count the copy of a node."""
+        value = node.meta["val"]
+        source = node.args[0] if node.target is operator.getitem else node
+        alone = classify(source).kind is not Kind.COMPUTE  # type: ignore[arg-type]
+        self.calls += alone
+        if alone or not self.stored:
+            self.copied += value.numel() * value.element_size()
 
     def follow(self, node: fx.Node) -> None:
         """Recompute a node's value after its arguments' strides changed, or restore its arguments' old strides."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from fuser.ir.sizes import ONE, ZERO, Expr, Sym, coefficient, expr, substitute, symbols
+from fuser.ir.sizes import ONE, ZERO, Expr, Sym, coefficient, expr, floordiv, minimum, product, substitute, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
 from fuser.ops import SCANS
@@ -25,6 +25,7 @@ from fuser.scheduler.nodes import Node, scanned_rows
 
 Key = TypeVar("Key")
 MOST_CANDIDATES = 8  # kernels that a node, or another kernel, is tried in
+SEVERAL = 16  # times as many columns count as few if several tensors are read
 SHARE_TO_MERGE = 8  # kernels merge if that saves at least 1/SHARE_TO_MERGE of the bytes that the later one reads
 
 
@@ -253,22 +254,37 @@ def _reads_once(ctx: LoweringContext, kernel: Kernel, node: Node) -> bool:
 
 
 def _few_long_rows(ctx: LoweringContext, kernel: Kernel, memory: Memory) -> bool:
-    sizes = {a: ctx.hint(kernel.axes.size[a]) for a in kernel.axes.order}
-    row = math.prod(n for a, n in sizes.items() if a in kernel.reduced)
-    rows = math.prod(n for a, n in sizes.items() if a not in kernel.reduced)
-    target, few = ctx.target, ctx.target.few_rows
-    if not target.columns(1):
-        return rows < few and row >= target.long_row
-    if row * target.columns(1) < target.long_row:
-        return False  # whatever axis the columns run along
-    columns, itemsize = _columns(kernel, memory)
-    if columns is not None and columns not in kernel.reduced:
-        n, block = sizes[columns], target.columns(itemsize)
-        few = 4 * few if target.column_bytes and rows * row > target.cached else few
-        rows, row = rows // max(n, 1) * -(-n // block), row * min(n, block)
-    elif row >= target.long_row and min(rows, target.rows_at_once) * row > target.cached:
-        return True
-    return rows < few and row >= target.long_row
+    """Whether a kernel's rows are few and long. Sizes for which the answer differs get another kernel."""
+    size, target, few = kernel.axes.size, ctx.target, ctx.target.few_rows
+    row = product(size[a] for a in kernel.axes.order if a in kernel.reduced)
+    rows = product(size[a] for a in kernel.axes.order if a not in kernel.reduced)
+    columns, itemsize = _columns(kernel, memory) if target.columns(1) else (None, 1)
+    if columns is None or columns in kernel.reduced:
+        if ctx.is_less(row, target.long_row):
+            return False
+        at_once = minimum(rows, target.rows_at_once) if target.rows_at_once else ZERO
+        return not ctx.is_less(at_once * row, target.cached + 1) or ctx.is_less(rows, few)
+    block, several = target.columns(itemsize), target.long_column and _reads_several(kernel, memory)
+    if ctx.is_less(*((row, target.long_column) if several else (row * minimum(size[columns], block), target.long_row))):
+        return False
+    others = product(size[a] for a in kernel.axes.order if a not in kernel.reduced and a != columns)
+    if several:
+        few *= SEVERAL
+    elif target.column_bytes:
+        few *= 2 if ctx.is_less(rows * row, target.cached + 1) else 4
+    return ctx.is_less(others * floordiv(size[columns] + (block - 1), expr(block)), few)
+
+
+def _reads_several(kernel: Kernel, memory: Memory) -> bool:
+    """Whether a kernel's loops read several tensors along the reduced axes and another axis."""
+    found, kept = set(), set(kernel.axes.order) - kernel.reduced
+    for node in kernel.nodes:
+        for row in node.rows:
+            if row.op == "load" and row.attr[0] in memory.strides and row.attr[0] not in kernel.produced:
+                own = symbols(_address(row.attr[1], memory.strides[row.attr[0]], kernel.maps[node.name]))
+                if own & kernel.reduced and own & kept:
+                    found.add(row.attr[0])
+    return len(found) > 1
 
 
 def _columns(kernel: Kernel, memory: Memory) -> tuple[Sym | None, int]:

@@ -54,7 +54,7 @@ def compared(model: nn.Module, x: torch.Tensor, passed: str, train: bool = False
         return [out, *(p.grad for p in model.parameters() if p.grad is not None)]
 
     models = [copy.deepcopy(model) for _ in range(2)]
-    found = run(models[0], torch.compile(models[0], backend=fuser_backend), x)
+    found = run(models[0], torch.compile(models[0], backend=fuser_backend, dynamic=False), x)
     eager = run(models[1], models[1], x)
     model = model.double()
     exact = run(model, model, x.double())
@@ -85,6 +85,16 @@ def test_depthwise(dtype: torch.dtype, stride: int, length: int) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(*(Mobile(24, stride if n == 1 else 1, length) for n in range(3))).cuda().to(dtype).eval()
     compared(model, torch.randn(8, 24, 56, 56, device="cuda", dtype=dtype), "depthwise_by_kernels")
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_training(dtype: torch.dtype) -> None:
+    """Plain and depthwise convolutions, batch norms and their gradients in channels-last memory."""
+    torch.manual_seed(1)
+    stem = nn.Conv2d(3, 24, 3, 2, 1, bias=False), nn.BatchNorm2d(24), nn.ReLU()
+    model = nn.Sequential(*stem, Mobile(24, 1, 3), nn.MaxPool2d(3, 2, 1), Mobile(24, 2, 5)).cuda().to(dtype)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        compared(model, torch.randn(64, 3, 256, 256, device="cuda", dtype=dtype), "tensor_cores_channels_last", True)
 
 
 @pytest.mark.parametrize("train", (False, True))

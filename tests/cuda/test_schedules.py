@@ -78,11 +78,11 @@ def test_few_long_columns_are_split_like_rows():
 
 @pytest.mark.parametrize(
     "dtype, rows, columns, kernels",
-    [(torch.bfloat16, 4096, 1024, 2), (torch.float32, 4096, 1024, 1), (torch.float32, 1 << 16, 1000, 2),
-     (torch.float32, 1 << 16, 4096, 1), (torch.bfloat16, 1 << 16, 4096, 2)],
+    [(torch.bfloat16, 4096, 1024, 2), (torch.float32, 4096, 1024, 2), (torch.float32, 4096, 2048, 1),
+     (torch.float32, 1 << 16, 1000, 2), (torch.float32, 1 << 16, 4096, 1), (torch.bfloat16, 1 << 16, 4096, 2)],
 )  # fmt: skip
 def test_columns_that_few_programs_would_read_are_split(dtype, rows, columns, kernels):
-    """A program takes columns of 128 bytes. What the cache holds is read again by as few as 32 of them."""
+    """A program takes columns of 128 bytes. What the cache holds is read again by as few as 64 of them."""
 
     class Large(Case):
         def fake_args(self):
@@ -91,6 +91,41 @@ def test_columns_that_few_programs_would_read_are_split(dtype, rows, columns, ke
 
     _, found = scheduled(Large("", lambda x: x * x.sum(0), lambda i: ()))
     assert len(found.plans) == kernels
+
+
+@pytest.mark.parametrize("rows, columns, kernels", [(3136, 2048, 2), (3136, 1 << 15, 1), (512, 2048, 1)])
+def test_columns_of_several_tensors_are_split(rows, columns, kernels):
+    """A loop over several tensors has few loads in flight; registers hold 512 rows."""
+
+    class Large(Case):
+        def fake_args(self):
+            with FakeTensorMode():
+                return tuple(torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+
+    _, found = scheduled(Large("", lambda x, y: x - y * (x * y).sum(0), lambda i: ()))
+    assert len(found.plans) == kernels
+
+
+def test_few_long_rows_are_a_class_of_sizes():
+    """What a first call's sizes decide holds for all calls of its kernel."""
+
+    def f(x, y):
+        return x - y * (x * y).sum(0)
+
+    class Large(Case):
+        def __init__(self, sizes):
+            super().__init__("", f, lambda i: ())
+            object.__setattr__(self, "sizes", sizes)
+
+        def fake_args(self):
+            with FakeTensorMode():
+                return tuple(torch.empty(*self.sizes, device="cuda") for _ in range(2))
+
+    for sizes, is_long, are_few in (((3136, 2048), True, True), ((3136, 1 << 15), True, False), ((400, 64), False, 0)):
+        lowered, _ = scheduled(Large(sizes))
+        guards = {(kind, str(a), str(b)) for kind, a, b in lowered.ctx.guards}
+        assert (("le", "513", "x0_0") in guards) == is_long, guards
+        assert any(kind == "lt" and b == "512" for kind, _, b in guards) == are_few, guards
 
 
 def test_a_variance_of_something_else_than_the_sum_is_split_by_itself():

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuser import config
-from fuser.passes.conv_bias import bias_behind_convolution
+from fuser.passes.conv_bias import bias_behind_convolution, bias_gradients_apart
 
 aten = torch.ops.aten
 
@@ -54,3 +54,25 @@ def test_left_alone(f, device, numerics):
     module = traced(f, *SHAPES, device=device)
     with config.override(numerics=numerics):
         assert bias_behind_convolution(module) == 0
+
+
+def gradients(mask, grad, x, w):
+    found = aten.convolution_backward.default(grad, x, w, [5], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, mask)
+    return [g for g, wanted in zip(found, mask, strict=True) if wanted]
+
+
+@pytest.mark.parametrize("mask", ([True, True, True], [False, True, True], [False, False, True]), ids=str)
+def test_the_gradient_of_a_bias_is_a_sum(mask):
+    shapes = (2, 5, 6, 6), *SHAPES[:2]
+    module = traced(lambda *args: gradients(mask, *args), *shapes)
+    assert bias_gradients_apart(module) == 1
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    masks = [n.args[10] for n in module.graph.nodes if n.target is aten.convolution_backward.default]
+    assert masks == ([[*mask[:2], False]] if any(mask[:2]) else [])
+    args = [torch.randn(s) for s in shapes]
+    torch.testing.assert_close(run(module, *args), gradients(mask, *args))
+    for device, numerics in (("cpu", "fast"), ("cuda", "eager")):
+        module = traced(lambda *args: gradients(mask, *args), *shapes, device=device)
+        with config.override(numerics=numerics):
+            assert bias_gradients_apart(module) == 0

@@ -14,10 +14,11 @@ import fuser
 import fuser.ops
 from fuser import config
 from fuser.interface import kernel_spec
-from fuser.passes import conv_groups, conv_tensor_cores, depthwise
+from fuser.passes import conv_groups, depthwise
 from fuser.passes.conv_tensor_cores import tensor_cores_channels_last
 from fuser.passes.depthwise import depthwise_by_kernels
 from fuser.passes.grouping import group_nodes
+from tests.unit.test_conv_tensor_cores import as_by_cudnn
 
 aten = torch.ops.aten
 
@@ -157,16 +158,7 @@ def test_left_alone(name: str) -> None:
 
 def test_other_groups_are_timed(monkeypatch) -> None:
     """A graph goes to channels-last memory if its grouped convolutions take less time there, all together."""
-    called = conv_tensor_cores._called
-
-    def last(walk, x, node):  # shapes of results as cuDNN makes them
-        new = called(walk, x, node)
-        with walk.mode:
-            new.meta["val"] = torch.empty_like(new.meta["val"], memory_format=torch.channels_last)
-        return new
-
-    monkeypatch.setattr(conv_tensor_cores, "_called", last)
-    monkeypatch.setattr(conv_tensor_cores, "_LEAST", 0)
+    as_by_cudnn(monkeypatch)
     asked = []
     times = {2: (("contiguous", 3.0), ("channels-last", 1.0)), 4: (("contiguous", 1.0), ("channels-last", 2.5))}
 
@@ -188,6 +180,9 @@ def test_other_groups_are_timed(monkeypatch) -> None:
 
 def test_the_race_runs_one_convolution() -> None:
     behind = [1, 1], [1, 1], [1, 1], False, [0, 0], 2
-    found = conv_groups.runs_of((2, 8, 6, 6), (4, 4, 3, 3), torch.float32, True, behind, "cpu")
+    found = conv_groups.runs_of((2, 8, 6, 6), (4, 4, 3, 3), torch.float32, True, behind, device="cpu")
     first, second = (run() for run in found.values())
     torch.testing.assert_close(first, second)
+    behind = *behind, [True, True, True]
+    found = conv_groups.runs_of((2, 8, 6, 6), (4, 4, 3, 3), torch.float32, True, behind, (2, 4, 6, 6), "cpu")
+    assert [[g.shape[0] for g in run()] for run in found.values()] == [[2, 4, 4]] * 2

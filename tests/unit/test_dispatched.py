@@ -308,3 +308,17 @@ def test_large_images_stay_whole_on_cuda(mode, side, is_whole, monkeypatch):
     assert (f"aten.upsample_{mode}2d.default" in names) == is_whole
     assert ("aten._unsafe_index.Tensor" in names) != is_whole
 
+
+@pytest.mark.parametrize("mode", ("nearest", "bilinear", "bicubic"))
+@pytest.mark.parametrize("has_gradient", (False, True))
+def test_images_with_gradients_stay_whole(mode, has_gradient):
+    """Decomposed, their gradients would be scatters. A device that is not the CPU, without kernels."""
+
+    def fn(x):
+        return F.interpolate(x, scale_factor=2.0, mode=mode) * 2
+
+    with FakeTensorMode(), enable_python_dispatcher(), dispatched.in_fast_forms():
+        graph = make_fx(fn)(torch.empty(2, 3, 4, 4, device="meta", requires_grad=has_gradient)).graph
+    names = {str(n.target) for n in graph.nodes if n.op == "call_function"}
+    assert (f"aten.upsample_{mode}2d.default" in names) == has_gradient
+
