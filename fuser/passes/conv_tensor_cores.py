@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuser import config
-from fuser.errors import Unsupported
 from fuser.passes.conv_groups import are_faster_last
 from fuser.passes.depthwise import is_depthwise
+from fuser.passes.example_sizes import by_example
 from fuser.passes.hints import are_numbers
-from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
+from fuser.passes.layouts import Relayout, writes_at_end
 from fuser.passes.rounded_factors import HALVES, convolutions_take_tf32
 
 aten = torch.ops.aten
@@ -114,28 +115,28 @@ def _turned_weight(walk: Relayout, weight: Any) -> fx.Node:
 
 def tensor_cores_channels_last(module: fx.GraphModule) -> int:
     """On CUDA, graphs whose convolutions run on tensor cores are converted to channels-last memory."""
-    tf32, mode = convolutions_take_tf32(), fake_mode_of(module.graph)
-    convolutions = [n for n in module.graph.nodes if _images(n) is not None]  # and gradients
-    if not convolutions or mode is None or config.numerics == "eager" or config.convolution_layout == "eager":
+    if config.numerics == "eager" or config.convolution_layout == "eager" or not torch.backends.cudnn.enabled:
         return 0
-    if not all(_is_for_tensor_cores(n, tf32) for n in convolutions) or not torch.backends.cudnn.enabled:
+    if not any(_images(n) is not None for n in module.graph.nodes) or not writes_at_end(module.graph):
         return 0
-    if not is_static(module.graph):
+    return by_example(module, _convert_all)
+
+
+def _convert_all(graph: fx.Graph, mode: FakeTensorMode) -> int:
+    """Convert a graph. 0 if some convolution gives no such images, or if the gain is too small."""
+    tf32, walk = convolutions_take_tf32(), _Walk(graph, mode, stored=True)
+    found = [n for n in graph.nodes if _images(n) is not None]  # and gradients
+    if not all(_is_for_tensor_cores(n, tf32) for n in found):
         return 0
-    walk = _Walk(copy_of(module.graph), mode, stored=True)
-    moved, converted = 0, len(convolutions)
-    try:
-        for node in list(walk.graph.nodes):
-            if _images(node) is None:
-                walk.follow(node)
-                continue
-            moved += _turned(node)
-            if not _convert(walk, node):
-                return 0
-    except (Unsupported, RuntimeError, ValueError):
+    moved, n = 0, len(found)
+    for node in list(graph.nodes):
+        if _images(node) is None:
+            walk.follow(node)
+            continue
+        moved += _turned(node)
+        if not _convert(walk, node):
+            return 0
+    small = moved < _LEAST * n and n < _FEWEST * walk.calls
+    if walk.copied > _MOST_COPIED * moved or small:
         return 0
-    small = moved < _LEAST * converted and converted < _FEWEST * walk.calls
-    if walk.copied > _MOST_COPIED * moved or small or not are_faster_last([n for n in convolutions if _is_to_time(n)]):
-        return 0
-    module.graph = walk.graph
-    return converted
+    return n if are_faster_last(list(filter(_is_to_time, found))) else 0

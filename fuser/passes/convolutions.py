@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuser import config
-from fuser.errors import Unsupported
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import conv_forms
 from fuser.passes.conv_epilogues import following
 from fuser.passes.conv_forms import LAST, LINEAR, OWN, PACKED, USUAL, Convolution
+from fuser.passes.example_sizes import FREE, by_example
 from fuser.passes.hints import are_numbers
-from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
+from fuser.passes.layouts import Relayout, writes_at_end
 from fuser.passes.onednn import FROZEN, OWN_MARK
 from fuser.passes.onednn import PACKED as PACKED_MARK
 from fuser.passes.providers import linear_op, takes_dtype
@@ -67,13 +68,13 @@ def _as_linear(walk: Relayout, node: fx.Node) -> fx.Node:
         if step != 1:
             x = walk.call(aten.slice.Tensor, x, dim, 0, sys.maxsize, step)
     x = walk.in_format(x, torch.channels_last)  # type: ignore[arg-type]
-    n, c, height, width = x.meta["val"].shape
+    _, c, height, width = x.meta["val"].shape
     out = w.meta["val"].shape[0]  # type: ignore[union-attr]
     points = walk.call(aten.permute.default, x, [0, 2, 3, 1])
-    rows = walk.call(aten.view.default, points, [n * height * width, c])
+    rows = walk.call(aten.view.default, points, [-1, c])
     matrix = walk.call(aten.view.default, w, [out, c])
     product = walk.call(linear_op(), rows, matrix, bias, "none", [], "")
-    images = walk.call(aten.view.default, product, [n, height, width, out])
+    images = walk.call(aten.view.default, product, [-1, height, width, out])
     result = walk.call(aten.permute.default, images, [0, 3, 1, 2])
     for view in (images, result):  # inside groups their sizes would make equal blocks differ
         view.meta["outside"] = True
@@ -127,9 +128,19 @@ def _by_rule(found: list[fx.Node]) -> _Plan:
 
 
 def _form_by_rule(node: fx.Node) -> str:
-    if class_of(node).is_pointwise and linear_op() is not None:
+    if class_of(node).is_pointwise and linear_op() is not None and LINEAR not in _not_of_free_sizes(node):
         return LINEAR
     return USUAL if _bytes(_weight_of(node)) > _HEAVY_WEIGHTS * _bytes(*_images_of(node)) else LAST
+
+
+def _not_of_free_sizes(node: fx.Node) -> frozenset[str]:
+    """The forms that a convolution cannot take because some of its sizes are free."""
+    values = [image.meta.get(FREE) for image in _images_of(node)]
+    values = [v for v in values if isinstance(v, torch.Tensor)]
+    if not values:
+        return frozenset()
+    same = all(are_numbers(*v.shape[1:]) for v in values)  # for any number of images
+    return frozenset({PACKED, OWN} if same else {PACKED, OWN, LINEAR})
 
 
 def _weight_of(node: fx.Node) -> Any:
@@ -158,7 +169,9 @@ def _by_times(found: list[fx.Node]) -> _Plan:
             continue
         images = _images_of(node)
         now = times[LAST if any(map(_is_last, (images[0], _weight_of(node)))) else USUAL]
-        costs = {**times, USUAL: times[USUAL] + rate * _bytes(*images)}
+        without = _not_of_free_sizes(node)
+        costs = {form: time for form, time in times.items() if form not in without}
+        costs[USUAL] += rate * _bytes(*images)
         forms[node] = min(costs, key=lambda name: costs[name])
         saved += now - times[forms[node]]
         before += now
@@ -187,35 +200,36 @@ def _convert_backward(walk: Relayout, node: fx.Node, form: str) -> None:
 
 def convolutions_channels_last(module: fx.GraphModule) -> int:
     """Run a graph's convolutions and their neighbours in channels-last memory, if that is faster."""
-    found = [n for n in module.graph.nodes if _is_plain_conv(n)]
-    mode = fake_mode_of(module.graph)
-    if not found or mode is None or config.numerics == "eager" or config.convolution_layout == "eager":
+    if config.numerics == "eager" or config.convolution_layout == "eager":
         return 0
-    if not is_static(module.graph):
+    if not any(_is_on_cpu(n) for n in module.graph.nodes) or not writes_at_end(module.graph):
         return 0
+    return by_example(module, _convert_all)
+
+
+def _is_on_cpu(node: fx.Node) -> bool:
+    return node.target is aten.convolution.default and node.meta["val"].device.type == "cpu"
+
+
+def _convert_all(graph: fx.Graph, mode: FakeTensorMode) -> int:
+    found = [n for n in graph.nodes if _is_plain_conv(n)]
     measured = config.convolution_layout == "measured" and not config.is_deterministic() and linear_op() is not None
-    if not measured and (len(found) < _FEWEST or any(n.args[6] for n in found)):
+    if not found or not measured and (len(found) < _FEWEST or any(n.args[6] for n in found)):
         return 0
-    walk = Relayout(copy_of(module.graph), mode)
-    concerned = [n for n in walk.graph.nodes if _is_plain_conv(n) or _is_plain_backward(n)]
+    walk = Relayout(graph, mode)
+    concerned = [n for n in graph.nodes if _is_plain_conv(n) or _is_plain_backward(n)]
     plan = _by_times(concerned) if measured else _by_rule(concerned)
     if plan.saved is not None and plan.saved <= 0:
         return 0
     most = _MOST_COPIED * sum(_bytes(n.args[0], n) for n in found)
-    try:
-        for node in list(walk.graph.nodes):
-            if _is_plain_conv(node):
-                _convert(walk, node, plan.forms[node])
-            elif _is_plain_backward(node):
-                _convert_backward(walk, node, plan.forms[node])
-            else:
-                walk.follow(node)
-    except (Unsupported, RuntimeError, ValueError):
-        return 0
-    if not _is_worth_it(plan, walk, most):
-        return 0
-    module.graph = walk.graph
-    return len(found)
+    for node in list(graph.nodes):
+        if _is_plain_conv(node):
+            _convert(walk, node, plan.forms[node])
+        elif _is_plain_backward(node):
+            _convert_backward(walk, node, plan.forms[node])
+        else:
+            walk.follow(node)
+    return len(found) if _is_worth_it(plan, walk, most) else 0
 
 
 def _is_worth_it(plan: _Plan, walk: Relayout, most: float) -> bool:

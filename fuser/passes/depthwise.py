@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuser import config
 from fuser.passes.calls import own_operator
 from fuser.passes.classify import APART, Kind, classify
-from fuser.passes.hints import are_numbers
+from fuser.passes.example_sizes import by_example
 from fuser.passes.writing import Writer
 
 aten = torch.ops.aten
@@ -35,7 +36,12 @@ def depthwise_by_kernels(module: fx.GraphModule) -> int:
     """On CUDA, a depthwise convolution of small windows becomes a kernel that fuses with what follows."""
     if config.numerics == "eager":
         return 0
-    found = [n for n in module.graph.nodes if n.target is aten.convolution.default and _is_small(n)]
+    calls = [n for n in module.graph.nodes if n.target is aten.convolution.default]
+    return by_example(module, _rewrite_small) if any(n.args[8] != 1 for n in calls) else 0
+
+
+def _rewrite_small(graph: fx.Graph, mode: FakeTensorMode) -> int:
+    found = [n for n in graph.nodes if n.target is aten.convolution.default and _is_small(n)]
     for node in found:
         _rewrite(node)
     return len(found)
@@ -46,9 +52,7 @@ def _is_small(node: fx.Node) -> bool:
     if node.kwargs or len(values) != 3 or not all(isinstance(v, torch.Tensor) and v.dim() in (3, 4) for v in values):
         return False
     x, weight, result = values
-    if x.device.type != DEVICE or not are_numbers(*(n for v in values for n in (*v.shape, *v.stride()))):
-        return False  # comparing symbols would add guards
-    if not is_depthwise(node) or any(v.dtype not in _DTYPES for v in values):
+    if x.device.type != DEVICE or not is_depthwise(node) or any(v.dtype not in _DTYPES for v in values):
         return False
     from fuser.lowering.pooling import MOST_PLACES  # most processes have no such convolution
     from fuser.ops.depthwise import order_of

@@ -35,12 +35,17 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
     return None
 
 
+def writes_at_end(graph: fx.Graph) -> bool:
+    """Whether the only writes are copies into inputs at the end."""
+    overloads = (n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload))
+    return all(is_write_back(n) for n in overloads if n.target._schema.is_mutable)
+
+
 def is_static(graph: fx.Graph) -> bool:
     """Whether all sizes and strides are numbers, and the only writes are copies into inputs at the end."""
+    if not writes_at_end(graph):
+        return False
     for node in graph.nodes:
-        mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        if mutable and not is_write_back(node):
-            return False
         for t in tensors_of(node.meta.get("val")):
             if t.layout is torch.strided and not all(isinstance(n, int) for n in (*t.shape, *t.stride())):
                 return False

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
 from fuser import config
-from fuser.passes import conv_tensor_cores
+from fuser.passes import conv_tensor_cores, example_sizes
+from fuser.passes.classify import tensors_of
 from fuser.passes.conv_tensor_cores import tensor_cores_channels_last
 from fuser.passes.layouts import Relayout
 
@@ -21,20 +23,22 @@ SHAPES = (2, 8, 12, 12), (16, 8, 3, 3), (16,), (16, 16, 3, 3)
 
 def as_by_cudnn(monkeypatch):
     """Shapes of results as cuDNN makes them: a build of torch for CPUs does not know."""
-    plain = Relayout._value
+    plain, of_symbols = Relayout._value, example_sizes._computed
 
-    def value(walk, node):
-        found = plain(walk, node)
+    def last(found, node, mode):
         if conv_tensor_cores._images(node) is None:
             return found
 
-        def last(t):
+        def turned(t):
             return torch.empty_like(t, memory_format=torch.channels_last) if t.dim() == 4 else t
 
-        with walk.mode:
-            return pytree.tree_map_only(torch.Tensor, last, found)
+        with mode:
+            return pytree.tree_map_only(torch.Tensor, turned, found)
 
-    monkeypatch.setattr(Relayout, "_value", value)
+    monkeypatch.setattr(Relayout, "_value", lambda walk, node: last(plain(walk, node), node, walk.mode))
+    monkeypatch.setattr(
+        example_sizes, "_computed", lambda graph, node, mode: last(of_symbols(graph, node, mode), node, mode)
+    )
     monkeypatch.setattr(conv_tensor_cores, "_LEAST", 0)
 
 
@@ -126,6 +130,35 @@ def test_converted_graphs_give_eagers_results_and_strides(f, dtype):
     args = [torch.randn(s) for s in SHAPES]
     got, want = torch.fx.Interpreter(module).run(*args), f(*args)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def traced_of_any_batch(f, *shapes):
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env) as mode:
+        real = torch.empty(shapes[0], device="meta")
+        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * 3])
+        n = mode.from_tensor(real, symbolic_context=context).shape[0]
+        sizes = [(n, *shapes[0][1:]), *shapes[1:]]
+        return make_fx(f)(*(torch.empty(s, device="cuda", dtype=torch.bfloat16) for s in sizes)), env
+
+
+@pytest.mark.parametrize("f", CONVERTED, ids=lambda f: f.__name__)
+def test_any_number_of_images(f):
+    """The number of images stays free: no guard is added, and each value has the strides of the example."""
+    module, env = traced_of_any_batch(f, *SHAPES)
+    known = traced(f, *SHAPES)
+    before = [n.meta["val"].stride() for n in module.graph.output_node().all_input_nodes]
+    guards = len(env.guards)
+    assert tensor_cores_channels_last(module) == tensor_cores_channels_last(known) == CONVERTED[f]
+    assert len(env.guards) == guards
+    module.graph.lint()
+    assert [n.meta["val"].stride() for n in module.graph.output_node().all_input_nodes] == before
+    for free, fixed in zip(module.graph.nodes, known.graph.nodes, strict=True):
+        assert free.target == fixed.target
+        for a, b in zip(tensors_of(free.meta.get("val")), tensors_of(fixed.meta.get("val")), strict=True):
+            assert [int(s) for s in (*a.shape, *a.stride())] == [*b.shape, *b.stride()]
+    args = [torch.randn(s) for s in ((5, *SHAPES[0][1:]), *SHAPES[1:])]
+    torch.testing.assert_close(torch.fx.Interpreter(module).run(*args), f(*args), rtol=1e-4, atol=1e-4)
 
 
 def norms(x, w, b, v):

@@ -137,6 +137,29 @@ def test_sizes_change():
             same(f(x), model(x))
 
 
+@pytest.mark.parametrize("changes", ("images", "sides"))
+@pytest.mark.parametrize("train", (False, True))
+def test_graphs_of_free_sizes_are_converted(changes, train):
+    """Their sizes stay free: later calls of other sizes find the same graph."""
+    model = Net(FINISHES["mean"]).train(train)
+    f, known = torch.compile(model, backend=fuser_backend), []
+    with config.override(convolution_layout="channels_last"):
+        for n, h in ((8, 64), (6, 64), (7, 64)) if changes == "images" else ((8, 64), (8, 96), (8, 128)):
+            x = torch.randn(n, 3, h, h)
+            with torch.set_grad_enabled(train):
+                got, want = f(x), model(x)
+            same(got, want)
+            if train:
+                of = [torch.autograd.grad(out.square().sum(), list(model.parameters())) for out in (got, want)]
+                for g, w in zip(*of, strict=True):
+                    assert g.stride() == w.stride()
+                    torch.testing.assert_close(g, w, rtol=1e-3, atol=1e-3)
+            known.append(len(compilations()))
+        passes = [p for r in compilations() for p in r.passes if p.name == "convolutions_channels_last"]
+        assert len(passes) == 2 and passes[1].changed
+    assert known[0] < known[1] == known[2]
+
+
 def test_written_weights_are_seen():
     model = Net(FINISHES["mean"]).eval()
     f = torch.compile(model, backend=fuser_backend)
