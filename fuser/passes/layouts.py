@@ -145,25 +145,28 @@ class Relayout:
         try:
             new = self._value(node)
         except (RuntimeError, ValueError):  # a view that the new strides do not allow
-            self._restore(node, node.all_input_nodes)
-            return
+            self._restore(node, node.all_input_nodes, dense=True)
+            new = self._value(node)
         node.meta["val"] = new
         if _strides(old) != _strides(new):
             self.before[node] = old
 
-    def _restore(self, node: fx.Node, args: Iterable[fx.Node]) -> None:
+    def _restore(self, node: fx.Node, args: Iterable[fx.Node], dense: bool = False) -> None:
         with self.graph.inserting_before(node):
             for arg in args:
                 if arg in self.before:
-                    node.replace_input_with(arg, self._as_before(arg))
+                    node.replace_input_with(arg, self._as_before(arg, dense))
 
-    def _as_before(self, node: fx.Node) -> fx.Node:
+    def _as_before(self, node: fx.Node, dense: bool = False) -> fx.Node:
+        """The node in its old strides; `dense`: a row-major copy in place of strides with gaps, as of a slice."""
         old = self.before.get(node)
         if old is None:
             return node
         form = None
         if isinstance(old, torch.Tensor):
             form = next((f for f in _FORMATS if old.is_contiguous(memory_format=f)), None)
+        if dense and form is None and isinstance(old, torch.Tensor) and not _is_in_order(node.meta["val"], old):
+            return self.in_format(node, torch.contiguous_format)
         if _is_in_order(node.meta["val"], old):
             new = node
         else:

@@ -110,7 +110,14 @@ def normalised(x, w, b, v):
     return y[0], y[1]
 
 
-CONVERTED = {epilogue: 1, two: 2, block: 2, upwards: 1, normalised: 1, gradients: 2}
+def pieces(x, w, b, v):
+    """A part of the channels as rows, which only a part of row-major images can be viewed as."""
+    y = conv(x, w, b).relu()
+    part = aten.slice.Tensor(y, 1, 0, 8)
+    return aten.view.default(part, [2, 2, 4, 100]).softmax(1), y
+
+
+CONVERTED = {pieces: 1, epilogue: 1, two: 2, block: 2, upwards: 1, normalised: 1, gradients: 2}
 
 
 @pytest.mark.parametrize("f", CONVERTED, ids=lambda f: f.__name__)
@@ -142,7 +149,7 @@ def traced_of_any_batch(f, *shapes):
         return make_fx(f)(*(torch.empty(s, device="cuda", dtype=torch.bfloat16) for s in sizes)), env
 
 
-@pytest.mark.parametrize("f", CONVERTED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("f", [f for f in CONVERTED if f is not pieces], ids=lambda f: f.__name__)
 def test_any_number_of_images(f):
     """The number of images stays free: no guard is added, and each value has the strides of the example."""
     module, env = traced_of_any_batch(f, *SHAPES)

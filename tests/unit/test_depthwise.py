@@ -14,7 +14,7 @@ import fuser
 import fuser.ops
 from fuser import config
 from fuser.interface import kernel_spec
-from fuser.passes import conv_groups, depthwise
+from fuser.passes import conv_orders, depthwise
 from fuser.passes.conv_tensor_cores import tensor_cores_channels_last
 from fuser.passes.depthwise import depthwise_by_kernels
 from fuser.passes.grouping import group_nodes
@@ -168,13 +168,16 @@ def test_other_groups_are_timed(monkeypatch) -> None:
         asked.append(node.args[8])
         return times[node.args[8]]
 
-    monkeypatch.setattr(conv_groups, "_times", timed)
+    monkeypatch.setattr(conv_orders, "_times", timed)
     shapes = (2, 8, 12, 12), (8, 4, 3, 3), (8, 2, 3, 3), (8, 1, 3, 3)
     fast = traced(lambda x, a, b, c: conv(conv(x, a, None, 2).relu(), c, None, 8).relu(), *shapes)
     mixed = traced(lambda x, a, b, c: conv(conv(x, a, None, 2).relu(), b, None, 4).relu(), *shapes)
     slow = traced(lambda x, a, b, c: conv(conv(x, b, None, 4).relu(), b, None, 4).relu(), *shapes)
     assert [tensor_cores_channels_last(m) for m in (fast, mixed, slow)] == [2, 2, 0]
     assert asked == [2, 2, 4, 4, 4]
+    odd = traced(lambda x, w: conv(conv(x, w, None, 1).relu(), w, None, 1).relu(), (2, 6, 9, 9), (6, 6, 3, 3))
+    times[1] = times[4]
+    assert tensor_cores_channels_last(odd) == 0 and asked.pop() == asked.pop() == 1  # cuDNN would add channels
     again = traced(lambda x, a, b, c: conv(conv(x, a, None, 2).relu(), c, None, 8).relu(), *shapes)
     with config.override(deterministic="yes"):
         assert tensor_cores_channels_last(again) == 0 and len(asked) == 5
@@ -182,9 +185,9 @@ def test_other_groups_are_timed(monkeypatch) -> None:
 
 def test_the_race_runs_one_convolution() -> None:
     behind = [1, 1], [1, 1], [1, 1], False, [0, 0], 2
-    found = conv_groups.runs_of((2, 8, 6, 6), (4, 4, 3, 3), torch.float32, True, behind, device="cpu")
+    found = conv_orders.runs_of((2, 8, 6, 6), (4, 4, 3, 3), torch.float32, True, behind, device="cpu")
     first, second = (run() for run in found.values())
     torch.testing.assert_close(first, second)
     behind = *behind, [True, True, True]
-    found = conv_groups.runs_of((2, 8, 6, 6), (4, 4, 3, 3), torch.float32, True, behind, (2, 4, 6, 6), "cpu")
+    found = conv_orders.runs_of((2, 8, 6, 6), (4, 4, 3, 3), torch.float32, True, behind, (2, 4, 6, 6), "cpu")
     assert [[g.shape[0] for g in run()] for run in found.values()] == [[2, 4, 4]] * 2

@@ -1,7 +1,7 @@
-"""Grouped convolutions on CUDA, timed in both memory orders once on each device.
+"""Convolutions on CUDA that are timed in both memory orders once on each device.
 
 Which order is faster depends on the channels of a group: of a RegNet's 24, cuDNN reorders channels-last images, of a
-ResNeXt's 4 to 32 the usual ones.
+ResNeXt's 4 to 32 the usual ones. It depends on the number of channels, too, if cuDNN copies images to add some.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _times(node: fx.Node) -> Sequence[tuple[str, float]] | None:
     how = *sizes, dtype, bias is not None, behind, result
     subject = "gradients of a convolution" if backward else "convolution"
     what = f"{subject} of {'×'.join(map(str, sizes[0]))} in {behind[5]} groups {str(dtype)[6:]}"
-    key = "grouped convolution", *map(str, how)
+    key = "order of a convolution", *map(str, how)
     found = choices.of_class(device, key, functools.partial(runs_of, *how), USUAL, what)
     return None if found is None else found.times
 
