@@ -33,6 +33,7 @@ from fuser.frontends.overlaps import (
 )
 from fuser.frontends.overlaps import REASON as OVERLAP
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
+from fuser.frontends.refused_writes import refused_write
 from fuser.frontends.transforms import FORWARD, hide_transformed, is_in_forward_mode, levels_kept
 from fuser.passes.calls import called
 from fuser.passes.checking import copied
@@ -220,6 +221,9 @@ class _GraphCompiler:
         give_values(self.gm, self.example_inputs)
         if writes_through(self.gm.graph):
             return _run_eager(self.gm, THROUGH, self.options)
+        refused = refused_write(self.gm)
+        if refused is not None:
+            return _run_eager(self.gm, refused, self.options)
         if any(map(hides_gradient, all_nodes(self.gm))):
             return _run_eager(self.gm, HIDDEN, self.options)
         hide_transformed(self.gm)

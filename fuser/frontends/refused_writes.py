@@ -1,0 +1,83 @@
+"""Writes that eager refuses for their dtypes, such as a float into an integer in place; functionalisation casts there.
+
+torch's shape functions for fake tensors do not all check it. So eager is asked, with tensors of one element.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fuser.passes.calls import writes
+from fuser.passes.classify import all_nodes
+from fuser.reasons import because
+
+_KINDS = (bool, int, float, complex)
+_NOT_CAST = "can't be cast"
+_CASTING = frozenset(("copy_", "setitem"))  # no dtype is refused; of complex numbers they warn once in a process
+
+
+def refused_write(gm: fx.GraphModule) -> str | None:
+    """The reason why eager raises at a write in Dynamo's graph; None if no write is refused for its dtypes."""
+    return next(filter(None, map(_why_refused, filter(writes, all_nodes(gm)))), None)
+
+
+def _why_refused(node: fx.Node) -> str | None:
+    values = pytree.tree_map_only(fx.Node, lambda n: n.meta.get("example_value"), (node.args, dict(node.kwargs)))
+    found = pytree.tree_leaves(values)
+    tensors = [v for v in found if isinstance(v, torch.Tensor)]
+    if _name(node) in _CASTING or not tensors or not _are_plain(tensors) or not _may_be_refused(tensors, found):
+        return None
+    error = _error(node, values, None)
+    if error is None or _NOT_CAST not in str(error) and _error(node, values, tensors[0].dtype) is not None:
+        return None
+    says = (str(error).strip() or ".").splitlines()[0]
+    return because("eager_raises", f"{_name(node)} raises {type(error).__name__}: {says}")
+
+
+def _are_plain(tensors: list[torch.Tensor]) -> bool:
+    fakes = (torch._subclasses.FakeTensor, torch.Tensor, torch.nn.Parameter)
+    return all(type(t) in fakes and t.layout is torch.strided and not t.is_quantized for t in tensors)
+
+
+def _may_be_refused(tensors: list[torch.Tensor], values: list[Any]) -> bool:
+    """Whether not all tensors have one dtype, of floats or complex numbers, that a result with all numbers has, too."""
+    dtype = tensors[0].dtype
+    if not (dtype.is_floating_point or dtype.is_complex) or any(t.dtype != dtype for t in tensors):
+        return True
+    return not dtype.is_complex and any(type(v) is complex for v in values)
+
+
+def _error(node: fx.Node, values: Any, dtype: torch.dtype | None) -> Exception | None:
+    """What the node's call raises with tensors of one element; with `dtype`, if all operands are of this one."""
+
+    def small(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            inner = dtype or value.dtype
+            one = inner.is_floating_point or inner.is_complex  # integers may be indices
+            return torch.full([1] * value.dim(), int(one), dtype=inner)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBool: True}[type(value)]
+        if dtype is not None and type(value) in _KINDS:
+            return True if dtype is torch.bool else value if type(value) in (bool, int) else 1
+        return value
+
+    args, kwargs = pytree.tree_map(small, values)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if node.op == "call_method":
+                getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                node.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception as error:
+        return error
+    return None
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
