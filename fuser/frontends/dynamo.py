@@ -23,6 +23,8 @@ from fuser.frontends.example_values import HIDDEN, give_values, hides_gradient
 from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.functional import Compiled, compile_functional, written_inputs
 from fuser.frontends.noting import log_graph
+from fuser.frontends.overlapping_operands import REASON as OPERANDS
+from fuser.frontends.overlapping_operands import reads_what_it_writes
 from fuser.frontends.overlaps import (
     BY_OFFSET,
     THROUGH,
@@ -33,7 +35,7 @@ from fuser.frontends.overlaps import (
 )
 from fuser.frontends.overlaps import REASON as OVERLAP
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
-from fuser.frontends.refused_writes import refused_write
+from fuser.frontends.refused_writes import in_inference_mode, refused_write, writes_inference_tensors
 from fuser.frontends.transforms import FORWARD, hide_transformed, is_in_forward_mode, levels_kept
 from fuser.passes.calls import called
 from fuser.passes.checking import copied
@@ -149,7 +151,10 @@ def _compile(
         return takes_containers(_compile(*flat, options, recorded), gm, example_inputs)
     if not isinstance(gm.graph.output_node().args[0], (tuple, list)):
         return _compile_single(gm, example_inputs, options, recorded)
-    return _GraphCompiler(gm, example_inputs, options, recorded).compile()
+    by_mode = writes_inference_tensors(gm, example_inputs)
+    graph = _GraphCompiler(gm, example_inputs, options, recorded)
+    function = graph.compile()
+    return in_inference_mode(function, graph.eager.forward) if by_mode else function
 
 
 def _compile_single(
@@ -221,7 +226,7 @@ class _GraphCompiler:
         give_values(self.gm, self.example_inputs)
         if writes_through(self.gm.graph):
             return _run_eager(self.gm, THROUGH, self.options)
-        refused = refused_write(self.gm)
+        refused = OPERANDS if reads_what_it_writes(self.gm) else refused_write(self.gm)
         if refused is not None:
             return _run_eager(self.gm, refused, self.options)
         if any(map(hides_gradient, all_nodes(self.gm))):

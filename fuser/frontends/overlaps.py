@@ -45,7 +45,7 @@ class Watched:
         calls: Counter[str],
     ) -> None:  # fmt: skip
         self.compiled, self.eager, self.calls = compiled, eager, calls
-        self.tensors = [i for i, x in enumerate(examples) if _is_strided(x)]
+        self.tensors = [i for i, x in enumerate(examples) if is_strided(x)]
         self.written = frozenset(at for at, i in enumerate(self.tensors) if i in written)
         self.sizes = _fixed_lengths([examples[i] for i in self.tensors])
         self.all = len(self.tensors) == len(examples)
@@ -140,7 +140,7 @@ def overlap_of_examples(examples: Sequence[Any], written: frozenset[int] | None)
     storages: dict[int, int] = {}
     spans = []
     for i, t in enumerate(examples):
-        if _is_strided(t) and (length := length_of(t)):
+        if is_strided(t) and (length := length_of(t)):
             base = storages.setdefault(t.untyped_storage()._cdata, len(storages) << 48)
             start = base + int(t.storage_offset()) * t.element_size()
             spans.append((start, start + length, i))
@@ -163,7 +163,7 @@ def overlap(tensors: Sequence[Any], spans: Sequence[Span], written: frozenset[in
     return False
 
 
-def _is_strided(value: Any) -> bool:
+def is_strided(value: Any) -> bool:
     """Whether a value has memory of its own: it is not sparse, and not inside a transform of `torch.func`."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return False

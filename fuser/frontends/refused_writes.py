@@ -1,11 +1,13 @@
-"""Writes that eager refuses for their dtypes, such as a float into an integer in place; functionalisation casts there.
+"""Writes that eager refuses: for their dtypes, such as a float into an integer in place, or of inference tensors.
 
-torch's shape functions for fake tensors do not all check it. So eager is asked, with tensors of one element.
+Functionalisation casts to the written dtype, and torch's shape functions for fake tensors do not all check it. So eager
+is asked, with tensors of one element.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,24 @@ _CASTING = frozenset(("copy_", "setitem"))  # no dtype is refused; of complex nu
 def refused_write(gm: fx.GraphModule) -> str | None:
     """The reason why eager raises at a write in Dynamo's graph; None if no write is refused for its dtypes."""
     return next(filter(None, map(_why_refused, filter(writes, all_nodes(gm)))), None)
+
+
+def writes_inference_tensors(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether Dynamo's graph writes and an input was made in inference mode. Later calls have such inputs, too."""
+    made = any(isinstance(x, torch.Tensor) and x.is_inference() for x in example_inputs)
+    return made and any(map(writes, all_nodes(gm)))
+
+
+def in_inference_mode(function: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` where inference mode is on. Elsewhere eager runs, which raises if an inference tensor is written.
+
+    Dynamo switches the mode off while a backend compiles.
+    """
+
+    def call(*args: Any) -> Any:
+        return (function if torch.is_inference_mode_enabled() else eager)(*args)
+
+    return call
 
 
 def _why_refused(node: fx.Node) -> str | None:

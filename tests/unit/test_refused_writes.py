@@ -112,3 +112,29 @@ def test_writes_of_mixed_dtypes_that_eager_takes_are_fused():
     expected = fn(*(a.clone() for a in args))
     torch.testing.assert_close(torch.compile(fn, backend=fuser_backend)(*args), expected)
     assert last_compilation().route != "eager"
+
+
+WRITES = {
+    "kernel": lambda x: x.add_(1) * 2,
+    "part": lambda x: (x[1:].mul_(2), x + 1),
+    "one operator": lambda x: x.exp_(),
+    "assignment": lambda x: x.__setitem__(0, 3.0),
+}
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("name", WRITES)
+def test_inference_tensors_are_written_in_inference_mode_alone(name):
+    fn = WRITES[name]
+    compiled = torch.compile(fn, backend=fuser_backend)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad, torch.inference_mode):
+        with torch.inference_mode():
+            given, want = torch.ones(3), torch.ones(3)
+        with mode():
+            if mode is torch.inference_mode:
+                torch.testing.assert_close(compiled(given), fn(want))
+            else:
+                for f, x in ((fn, want), (compiled, given)):
+                    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+                        f(x)
+        torch.testing.assert_close(given, want)
