@@ -4,8 +4,9 @@ AOTAutograd makes a graph functional for the memory of its example inputs and do
 for examples that overlap is often wrong. So every call of a graph that writes inputs is checked here: first the ranges
 of bytes, which is quick, and for ranges that overlap, whether they share an element.
 
-Writes through `expand` and `unfold` are detected before the graph is made functional: in the functional form a
-repeated element gets the sum of the values written to it, and one between windows gets 0.
+Writes through `expand`, `unfold` and other views with repeated elements are detected before the graph is made
+functional: in the functional form a repeated element gets the sum of the values written to it, and one between windows
+gets 0.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 
 from fuser.passes.calls import value_of, writes
+from fuser.passes.hints import size_hint
 from fuser.reasons import because
 
 THROUGH = because("not_traced", "it writes through expand or unfold, whose writes are not traced right")
@@ -29,7 +31,6 @@ REASON = because("not_traced", "an input that is written overlaps another one in
 Function = Callable[..., Any]
 Span = tuple[int, int, int]  # first byte, one past the last, number of the tensor
 
-_REPEATING = frozenset("expand expand_as broadcast_to broadcast_tensors unfold".split())
 _log = logging.getLogger(__name__)
 _said = False
 
@@ -77,9 +78,10 @@ class Watched:
 
 def writes_through(graph: fx.Graph) -> bool:
     """Whether a node of Dynamo's graph may write to repeated elements or overlapping windows."""
-    if not any(str(getattr(n.target, "__name__", n.target)) in _REPEATING for n in graph.nodes):
-        return False
-    return any(writes(node) and any(map(_is_through, node.all_input_nodes[:1])) for node in graph.nodes)
+    return any(
+        any(map(_is_through, node.all_input_nodes[:1]))
+        for node in graph.nodes if writes(node) and "norm" not in _name(node)  # norms write their running statistics
+    )  # fmt: skip
 
 
 def reads_written_by_offset(graph: fx.Graph) -> bool:
@@ -102,8 +104,12 @@ def reads_written_by_offset(graph: fx.Graph) -> bool:
     return False
 
 
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
 def _is_by_offset(node: fx.Node) -> bool:
-    return str(getattr(node.target, "__name__", node.target)).startswith("as_strided")
+    return _name(node).startswith("as_strided")
 
 
 def _begins(value: torch.Tensor) -> bool:
@@ -124,11 +130,23 @@ def _is_through(node: fx.Node | None) -> bool:
             if memory not in (None, own):
                 return False  # this tensor was computed from that one, into memory of its own
             memory = own
-            if any(isinstance(s, int) and s == 0 for s in value.stride()):
-                return True
-            if getattr(node.target, "__name__", node.target) == "unfold":
+            if _name(node) == "unfold" or _repeats(value):
                 return True
         node = node.all_input_nodes[0] if node.all_input_nodes else None
+    return False
+
+
+def _repeats(value: torch.Tensor) -> bool:
+    """Whether a tensor may have elements at several indices. Symbolic sizes count as those of the traced call."""
+    if any(type(s) is int and s == 0 for s in value.stride()):
+        return True
+    if not all(type(n) is int or type(n.node.hint) is int for n in (*value.shape, *value.stride())):
+        return False
+    reach = 0
+    for stride, size in sorted((size_hint(s), size_hint(n)) for n, s in zip(value.shape, value.stride(), strict=True)):
+        if size == 0 or size > 1 and stride <= reach:
+            return size != 0
+        reach += (size - 1) * stride
     return False
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fuser.frontends.dynamo import fuser_backend, last_compilation
 from fuser.frontends.overlapping_operands import share_elements
@@ -42,6 +43,15 @@ CROSSING = {
     "product added": lambda x: x.addmm_(x, x),
     "rows added": lambda x: x.index_add_(0, torch.tensor([2, 0, 1, 3]), x),
     "rows put": lambda x: x.index_put_((torch.tensor([2, 0, 1, 3]),), x),
+}
+# Writes into views that have an element more than once.
+REPEATED = {
+    "grid": lambda x: torch.meshgrid(x[0], x[1], indexing="ij")[0].add_(1),
+    "windows": lambda x: x.as_strided((3, 3), (1, 1)).mul_(2),
+    "row of windows": lambda x: x.as_strided((3, 3), (1, 1))[1].mul_(2),
+    "windows of its own": lambda x: x.copy_((x * 2).as_strided((4, 4), (2, 1), 1).add_(1)),
+    "broadcast": lambda x: torch.broadcast_tensors(x[0], x)[0].mul_(2),
+    "diagonal": lambda x: x[0].expand(4, 4).diagonal().mul_(2),
 }
 
 
@@ -89,6 +99,27 @@ def test_an_operand_of_which_other_elements_are_read_is_not_the_written_tensor(n
     x = torch.randn(4, 4)
     got, want = (outcome(f, x.clone()) for f in (torch.compile(CROSSING[name], backend=fuser_backend), CROSSING[name]))
     assert got == want if isinstance(want, str) else torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_write_into_a_view_with_repeated_elements_is_eagers(name):
+    x = torch.randn(4, 4)
+    got, want = (outcome(f, x.clone()) for f in (torch.compile(REPEATED[name], backend=fuser_backend), REPEATED[name]))
+    assert got == want if isinstance(want, str) else torch.equal(got, want)
+
+
+def test_views_without_repeated_elements_are_written_by_kernels():
+    def fn(x):
+        x.as_strided((2, 2), (8, 2), 1).mul_(2)
+        x.t().diagonal().add_(1)
+        x[:, None].expand(4, 1, 4)[1:, 0].mul_(3)
+        return F.batch_norm(x[0].expand(4, 4) + 1, x[1].clone(), x[2] * x[2], training=True)
+
+    x = torch.randn(4, 4)
+    want = x.clone()
+    expected = fn(want)
+    torch.testing.assert_close(torch.compile(fn, backend=fuser_backend)(x), expected)
+    torch.testing.assert_close(x, want)
 
 
 @pytest.mark.parametrize(("name", "how"), cases(APART, 4))
