@@ -37,7 +37,7 @@ from fuser.frontends.overlaps import REASON as OVERLAP
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
 from fuser.frontends.refused_writes import in_inference_mode, refused_write, writes_inference_tensors
 from fuser.frontends.transforms import FORWARD, hide_transformed, is_in_forward_mode, levels_kept
-from fuser.passes.calls import called
+from fuser.passes.calls import called, writers
 from fuser.passes.checking import copied
 from fuser.passes.classify import all_nodes
 from fuser.passes.dispatched import in_fast_forms
@@ -224,11 +224,8 @@ class _GraphCompiler:
 
     def compile(self) -> Function:
         give_values(self.gm, self.example_inputs)
-        if writes_through(self.gm.graph):
-            return _run_eager(self.gm, THROUGH, self.options)
-        refused = OPERANDS if reads_what_it_writes(self.gm) else refused_write(self.gm)
-        if refused is not None:
-            return _run_eager(self.gm, refused, self.options)
+        if (reason := self._why_written_by_eager()) is not None:
+            return _run_eager(self.gm, reason, self.options)
         if any(map(hides_gradient, all_nodes(self.gm))):
             return _run_eager(self.gm, HIDDEN, self.options)
         hide_transformed(self.gm)
@@ -247,6 +244,13 @@ class _GraphCompiler:
         except Exception as error:
             return _run_eager(self.gm, self._why_not_traced(error), self.options)
         return self._compile_traced()
+
+    def _why_written_by_eager(self) -> str | None:
+        """The reason why a call that writes is right in eager alone, if there is one."""
+        found = writers(all_nodes(self.gm))
+        if writes_through(found):
+            return THROUGH
+        return OPERANDS if reads_what_it_writes(found) else refused_write(found)
 
     def _compile_traced(self) -> Function:
         """Compile a graph that AOTAutograd traces."""

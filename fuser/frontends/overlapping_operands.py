@@ -6,15 +6,13 @@ the operand has its old elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from fuser.frontends.overlaps import is_strided
-from fuser.passes.calls import writes
-from fuser.passes.classify import all_nodes
 from fuser.passes.hints import same, size_hint
 from fuser.reasons import because
 
@@ -27,14 +25,14 @@ _CROSSING = frozenset(
 )
 
 
-def reads_what_it_writes(gm: fx.GraphModule) -> bool:
-    """Whether a call in Dynamo's graph writes a tensor and reads other elements of its memory.
+def reads_what_it_writes(writers: Iterable[fx.Node]) -> bool:
+    """Whether one of the calls that write a tensor reads other elements of its memory.
 
     Symbolic sizes count as those of the traced call.
     """
     return any(
         _may_cross(written, operand, name.rstrip("_") in _CROSSING)
-        for node in all_nodes(gm) if writes(node)
+        for node in writers
         for name in (str(getattr(node.target, "__name__", node.target)),)
         for written, operand in _pairs(node, name)
     )  # fmt: skip

@@ -15,7 +15,7 @@ import logging
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -76,12 +76,9 @@ class Watched:
         return True
 
 
-def writes_through(graph: fx.Graph) -> bool:
-    """Whether a node of Dynamo's graph may write to repeated elements or overlapping windows."""
-    return any(
-        any(map(_is_through, node.all_input_nodes[:1]))
-        for node in graph.nodes if writes(node) and "norm" not in _name(node)  # norms write their running statistics
-    )  # fmt: skip
+def writes_through(writers: Iterable[fx.Node]) -> bool:
+    """Whether one of the nodes that write may write to repeated elements or overlapping windows."""
+    return any(_is_through(node.all_input_nodes[0]) for node in writers if node.all_input_nodes)
 
 
 def reads_written_by_offset(graph: fx.Graph) -> bool:

@@ -7,14 +7,14 @@ is asked, with tensors of one element.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fuser.passes.calls import writes
+from fuser.passes.calls import value_of, writes
 from fuser.passes.classify import all_nodes
 from fuser.reasons import because
 
@@ -23,9 +23,10 @@ _NOT_CAST = "can't be cast"
 _CASTING = frozenset(("copy_", "setitem"))  # no dtype is refused; of complex numbers they warn once in a process
 
 
-def refused_write(gm: fx.GraphModule) -> str | None:
-    """The reason why eager raises at a write in Dynamo's graph; None if no write is refused for its dtypes."""
-    return next(filter(None, map(_why_refused, filter(writes, all_nodes(gm)))), None)
+def refused_write(writers: Iterable[fx.Node]) -> str | None:
+    """The reason why eager raises at one of the calls that write; None if none is refused for its dtypes."""
+    asked: set[str] = set()
+    return next(filter(None, (_why_refused(node, asked) for node in writers)), None)
 
 
 def writes_inference_tensors(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -46,12 +47,17 @@ def in_inference_mode(function: Callable[..., Any], eager: Callable[..., Any]) -
     return call
 
 
-def _why_refused(node: fx.Node) -> str | None:
-    values = pytree.tree_map_only(fx.Node, lambda n: n.meta.get("example_value"), (node.args, dict(node.kwargs)))
-    found = pytree.tree_leaves(values)
-    tensors = [v for v in found if isinstance(v, torch.Tensor)]
-    if _name(node) in _CASTING or not tensors or not _are_plain(tensors) or not _may_be_refused(tensors, found):
+def _why_refused(node: fx.Node, asked: set[str]) -> str | None:
+    """`asked`: calls that are not refused. An equal call is not made again, such as the counter of each batch norm."""
+    tensors = [v for v in map(value_of, node.all_input_nodes) if v is not None]
+    numbers = [a for a in (*node.args, *node.kwargs.values()) if type(a) in _KINDS]
+    if _name(node) in _CASTING or not tensors or not _are_plain(tensors) or not _may_be_refused(tensors, numbers):
         return None
+    form = str((node.target, [(t.dtype, t.dim()) for t in tensors], numbers))
+    if form in asked:
+        return None
+    asked.add(form)
+    values = pytree.tree_map_only(fx.Node, lambda n: n.meta.get("example_value"), (node.args, dict(node.kwargs)))
     error = _error(node, values, None)
     if error is None or _NOT_CAST not in str(error) and _error(node, values, tensors[0].dtype) is not None:
         return None
@@ -64,12 +70,12 @@ def _are_plain(tensors: list[torch.Tensor]) -> bool:
     return all(type(t) in fakes and t.layout is torch.strided and not t.is_quantized for t in tensors)
 
 
-def _may_be_refused(tensors: list[torch.Tensor], values: list[Any]) -> bool:
+def _may_be_refused(tensors: list[torch.Tensor], numbers: list[Any]) -> bool:
     """Whether not all tensors have one dtype, of floats or complex numbers, that a result with all numbers has, too."""
     dtype = tensors[0].dtype
     if not (dtype.is_floating_point or dtype.is_complex) or any(t.dtype != dtype for t in tensors):
         return True
-    return not dtype.is_complex and any(type(v) is complex for v in values)
+    return not dtype.is_complex and any(type(v) is complex for v in numbers)
 
 
 def _error(node: fx.Node, values: Any, dtype: torch.dtype | None) -> Exception | None:
