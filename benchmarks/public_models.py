@@ -1,4 +1,8 @@
-"""Public architectures at the sizes that GPUs are given, with random weights: the rows of `benchmarks.public`."""
+"""Public architectures with random weights, at sizes for a GPU and for a CPU: the rows of `benchmarks.public`.
+
+A builder takes `small`. If it is true, the model is narrower where its size is free, and the inputs are one or two
+images of at most 224 pixels or sequences of at most 128 tokens: a step of 0.05 to 1 s on two cores.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ import torch
 from torch import nn
 
 Inputs = dict[str, Any]
+Maker = Callable[[bool], tuple[nn.Module, Inputs]]
+InputMaker = Callable[[bool], Inputs]
 _ANSWERS = (
     "logits", "last_hidden_state", "image_embeds", "text_embeds", "pooler_output", "sample", "logits_per_image",
     "predicted_depth",
@@ -21,10 +27,10 @@ _BLOCKS = ("torchvision", "flash_attn", "xformers")  # that `diffusers` imports 
 
 @dataclass(frozen=True)
 class Row:
-    """`make()` gives a module and its arguments by name. Floats are `dtype` on the device."""
+    """`make(small)` gives a module and its arguments by name. Floats are `dtype` on a GPU."""
 
     name: str
-    make: Callable[[], tuple[nn.Module, Inputs]]
+    make: Maker
     dtype: torch.dtype = torch.bfloat16
     trains: bool = True
 
@@ -47,27 +53,34 @@ def _ids(batch: int, length: int, words: int = 30000) -> torch.Tensor:
     return torch.randint(0, words, (batch, length))
 
 
-def _transformer(kind: str, config: str, settings: dict[str, Any], inputs: Callable[[], Inputs]) -> Callable[[], Any]:
+def _few(batch: int, small: bool) -> int:
+    return min(batch, 2) if small else batch
+
+
+def _transformer(
+    kind: str, config: str, settings: dict[str, Any], inputs: InputMaker, small_settings: dict[str, Any] | None = None
+) -> Maker:
     """A model of `transformers` without dropout."""
 
-    def make() -> tuple[nn.Module, Inputs]:
+    def make(small: bool) -> tuple[nn.Module, Inputs]:
         import transformers
 
-        made = getattr(transformers, config)(**settings)
+        made = getattr(transformers, config)(**settings | ((small_settings or {}) if small else {}))
         for name, value in vars(made).items():
             if isinstance(value, float) and ("drop" in name or name.startswith("mask_")):
                 setattr(made, name, 0.0)
         model = getattr(transformers, kind)
-        return _Called(model._from_config(made) if hasattr(model, "_from_config") else model(made)), inputs()
+        return _Called(model._from_config(made) if hasattr(model, "_from_config") else model(made)), inputs(small)
 
     return make
 
 
-def _timm(name: str, batch: int, size: int = 224) -> Callable[[], Any]:
-    def make() -> tuple[nn.Module, Inputs]:
+def _timm(name: str, batch: int, size: int = 224) -> Maker:
+    def make(small: bool) -> tuple[nn.Module, Inputs]:
         import timm
 
-        return timm.create_model(name, pretrained=False), {"x": torch.randn(batch, 3, size, size)}
+        side = min(size, 224) if small else size
+        return timm.create_model(name, pretrained=False), {"x": torch.randn(_few(batch, small), 3, side, side)}
 
     return make
 
@@ -83,15 +96,17 @@ def _without(*packages: str) -> Iterator[None]:
         importlib.util.find_spec = real
 
 
-def _diffusion(kind: str, settings: dict[str, Any], inputs: Callable[[], Inputs]) -> Callable[[], Any]:
+def _diffusion(
+    kind: str, settings: dict[str, Any], inputs: InputMaker, small_settings: dict[str, Any] | None = None
+) -> Maker:
     """A model of `diffusers`."""
 
-    def make() -> tuple[nn.Module, Inputs]:
+    def make(small: bool) -> tuple[nn.Module, Inputs]:
         with _without(*_BLOCKS):
             import diffusers
 
-            model = getattr(diffusers, kind)(**settings)
-        return _Called(model, return_dict=False), inputs()
+            model = getattr(diffusers, kind)(**settings | ((small_settings or {}) if small else {}))
+        return _Called(model, return_dict=False), inputs(small)
 
     return make
 
@@ -100,24 +115,36 @@ _DECODER = {
     "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 4, "num_attention_heads": 16,
     "num_key_value_heads": 4, "vocab_size": 32000, "use_cache": False,
 }  # fmt: skip
+_NARROW = {"hidden_size": 1024, "num_attention_heads": 8}
 _FOUR = {"num_hidden_layers": 4}
 
 
-def _words(batch: int, length: int) -> Callable[[], Inputs]:
-    return lambda: {"input_ids": _ids(batch, length)}
+def _words(batch: int, length: int) -> InputMaker:
+    return lambda small: {"input_ids": _ids(_few(batch, small), min(length, 128) if small else length)}
 
 
-def _both(batch: int, length: int) -> Callable[[], Inputs]:
+def _both(batch: int, length: int) -> InputMaker:
     """For an encoder and a decoder."""
-    return lambda: {"input_ids": _ids(batch, length), "decoder_input_ids": _ids(batch, length // 4)}
+
+    def make(small: bool) -> Inputs:
+        few, tokens = _few(batch, small), min(length, 128) if small else length
+        return {"input_ids": _ids(few, tokens), "decoder_input_ids": _ids(few, tokens // 4)}
+
+    return make
 
 
-def _images(batch: int, size: int) -> Callable[[], Inputs]:
-    return lambda: {"pixel_values": torch.randn(batch, 3, size, size)}
+def _images(batch: int, size: int, small_size: int = 224) -> InputMaker:
+    def make(small: bool) -> Inputs:
+        side = small_size if small else size
+        return {"pixel_values": torch.randn(1 if small else batch, 3, side, side)}
+
+    return make
 
 
-def _decoder(kind: str, config: str, **more: Any) -> Callable[[], Any]:
-    return _transformer(f"{kind}ForCausalLM", config, {**_DECODER, **more}, _words(4, 1024))
+def _decoder(kind: str, config: str, **more: Any) -> Maker:
+    return _transformer(
+        f"{kind}ForCausalLM", config, {**_DECODER, **more}, _words(4, 1024), {**_NARROW, "intermediate_size": 2752}
+    )
 
 
 def _named(**settings: Any) -> dict[str, Any]:
@@ -145,32 +172,51 @@ _STABLE = _named(
 _TOKENS = _named(num_attention_heads=16, attention_head_dim=72, in_channels=4, num_layers=4, sample_size=32)
 
 
-def _flow_inputs() -> Inputs:
+def _flow_inputs(small: bool) -> Inputs:
+    places, words = (256, 64) if small else (4096, 512)
     return {
-        "hidden_states": torch.randn(1, 4096, 64), "encoder_hidden_states": torch.randn(1, 512, 4096),
+        "hidden_states": torch.randn(1, places, 64), "encoder_hidden_states": torch.randn(1, words, 4096),
         "pooled_projections": torch.randn(1, 768), "timestep": torch.rand(1), "guidance": torch.rand(1),
-        "img_ids": torch.randn(4096, 3), "txt_ids": torch.randn(512, 3),
+        "img_ids": torch.randn(places, 3), "txt_ids": torch.randn(words, 3),
     }  # fmt: skip
 
 
-def _stable_inputs() -> Inputs:
+def _stable_inputs(small: bool) -> Inputs:
+    batch, side, words = (1, 32, 77) if small else (2, 128, 333)
     return {
-        "hidden_states": torch.randn(2, 16, 128, 128), "encoder_hidden_states": torch.randn(2, 333, 4096),
-        "pooled_projections": torch.randn(2, 2048), "timestep": torch.rand(2),
+        "hidden_states": torch.randn(batch, 16, side, side), "encoder_hidden_states": torch.randn(batch, words, 4096),
+        "pooled_projections": torch.randn(batch, 2048), "timestep": torch.rand(batch),
     }  # fmt: skip
 
 
-def _token_inputs() -> Inputs:
-    labels = {"timestep": _ids(1, 32, 1000)[0], "class_labels": _ids(1, 32, 1000)[0]}
-    return {"hidden_states": torch.randn(32, 4, 32, 32), **labels}
+def _token_inputs(small: bool) -> Inputs:
+    batch = _few(32, small)
+    labels = {"timestep": _ids(1, batch, 1000)[0], "class_labels": _ids(1, batch, 1000)[0]}
+    return {"hidden_states": torch.randn(batch, 4, 32, 32), **labels}
 
 
-def _speech_inputs() -> Inputs:
-    return {"input_features": torch.randn(8, 80, 3000), "decoder_input_ids": _ids(8, 128)}
+def _speech_inputs(small: bool) -> Inputs:
+    batch = 1 if small else 8
+    return {"input_features": torch.randn(batch, 80, 3000), "decoder_input_ids": _ids(batch, 32 if small else 128)}
 
 
-def _pair_inputs() -> Inputs:
-    return {"input_ids": _ids(64, 77), "pixel_values": torch.randn(64, 3, 224, 224)}
+def _wave_inputs(small: bool) -> Inputs:
+    return {"input_values": torch.randn(*((1, 32000) if small else (8, 160000)))}
+
+
+def _pair_inputs(small: bool) -> Inputs:
+    batch = _few(64, small)
+    return {"input_ids": _ids(batch, 77), "pixel_values": torch.randn(batch, 3, 224, 224)}
+
+
+def _picture_inputs(small: bool) -> Inputs:
+    side = 64 if small else 512
+    return {"sample": torch.randn(1, 3, side, side)}
+
+
+def _noise_inputs(small: bool) -> Inputs:
+    batch, side = (1, 32) if small else (16, 64)
+    return {"sample": torch.randn(batch, 3, side, side), "timestep": _ids(1, batch, 1000)[0]}
 
 
 F32 = torch.float32
@@ -184,12 +230,12 @@ ROWS = (
     Row("olmo2", _decoder("Olmo2", "Olmo2Config")),
     Row("mixtral", _decoder("Mixtral", "MixtralConfig", num_local_experts=4, num_hidden_layers=2)),
     Row("gpt_neox", _transformer("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_WIDE, "intermediate_size": 8192},
-                                 _words(4, 1024))),
+                                 _words(4, 1024), {**_NARROW, "intermediate_size": 4096})),
     Row("opt", _transformer("OPTForCausalLM", "OPTConfig", {**_WIDE, "ffn_dim": 8192, "word_embed_proj_dim": 2048},
-                            _words(4, 1024))),
+                            _words(4, 1024), {**_NARROW, "ffn_dim": 4096, "word_embed_proj_dim": 1024})),
     Row("bloom", _transformer("BloomForCausalLM", "BloomConfig",
                               _named(hidden_size=2048, n_layer=4, n_head=16, vocab_size=50304, use_cache=False),
-                              _words(4, 1024))),
+                              _words(4, 1024), _named(hidden_size=1024, n_head=8))),
     Row("mamba", _transformer("MambaForCausalLM", "MambaConfig",
                               _named(hidden_size=1024, num_hidden_layers=2, vocab_size=32000, use_cache=False),
                               _words(2, 128))),
@@ -209,12 +255,14 @@ ROWS = (
     Row("siglip", _transformer("SiglipVisionModel", "SiglipVisionConfig", _FOUR, _images(64, 224))),
     Row("whisper", _transformer("WhisperForConditionalGeneration", "WhisperConfig", _SPEECH, _speech_inputs)),
     Row("wav2vec2", _transformer("Wav2Vec2Model", "Wav2Vec2Config", _FOUR,
-                                 lambda: {"input_values": torch.randn(8, 160000)})),
-    Row("sam", _transformer("SamVisionModel", "SamVisionConfig", _FOUR, _images(2, 1024)), trains=False),
+                                 _wave_inputs)),
+    Row("sam", _transformer("SamVisionModel", "SamVisionConfig", _FOUR, _images(2, 1024, 256), {"image_size": 256}),
+        trains=False),
     Row("segformer", _transformer("SegformerForSemanticSegmentation", "SegformerConfig", _PYRAMID, _images(16, 512))),
     Row("dinov2", _transformer("Dinov2Model", "Dinov2Config", {**_FOUR, "image_size": 518}, _images(16, 518))),
     Row("dpt", _transformer("DPTForDepthEstimation", "DPTConfig",
-                            {**_FOUR, "backbone_out_indices": [0, 1, 2, 3], "image_size": 384}, _images(8, 384)),
+                            {**_FOUR, "backbone_out_indices": [0, 1, 2, 3], "image_size": 384}, _images(8, 384),
+                            {"image_size": 224}),
         trains=False),
     Row("swin", _timm("swin_tiny_patch4_window7_224", 64)),
     Row("efficientnet_b3", _timm("efficientnet_b3", 32, 288), F32),
@@ -234,7 +282,7 @@ ROWS = (
                            _flow_inputs), trains=False),
     Row("sd3", _diffusion("SD3Transformer2DModel", _STABLE, _stable_inputs), trains=False),
     Row("dit", _diffusion("DiTTransformer2DModel", {**_TOKENS, "out_channels": 8}, _token_inputs)),
-    Row("vae", _diffusion("AutoencoderKL", _CODER, lambda: {"sample": torch.randn(1, 3, 512, 512)}), F32, False),
+    Row("vae", _diffusion("AutoencoderKL", _CODER, _picture_inputs), F32, False),
     Row("unet2d", _diffusion("UNet2DModel", {"sample_size": 64},
-                             lambda: {"sample": torch.randn(16, 3, 64, 64), "timestep": _ids(1, 16, 1000)[0]}), F32),
+                             _noise_inputs, {"sample_size": 32, "block_out_channels": (64, 128, 192, 256)}), F32),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -21,6 +22,8 @@ from benchmarks import (
     memory,
     models,
     problems,
+    public,
+    public_models,
     recorded,
     runner,
     training,
@@ -527,3 +530,15 @@ def test_frozen_rows_and_what_is_promised_of_them(monkeypatch):
     report = frozen.run(Options(rows="gpt2", threads=(1, 2)))
     assert [t.title.split(":")[0] for t in report.tables] == ["frozen, 1 thread", "frozen, 2 threads"]
     assert [c.met for c in report.claims] == [False, False] and "0.90" in report.claims[0].reached
+
+
+def test_a_public_row_is_timed_and_compared_on_the_cpu(monkeypatch, tmp_path):
+    def make(small):
+        return torch.nn.Linear(4, 4), {"input": torch.ones(2 if small else 1 << 20, 4)}
+
+    monkeypatch.setattr(public, "ROWS", (public_models.Row("line", make),))
+    options = argparse.Namespace(folder=tmp_path, device="cpu", dtype="", who="eager,aot_eager", lock=None)
+    record = public.measure("line", "training", options)
+    for name in ("eager", "aot_eager"):
+        assert len(record[name]["rounds"]) == public.ROUNDS and record[name]["distance"] < 1e-6
+        assert 0 < record[name]["ms"] and record[name]["peak"] < 1 and record[name]["top"]
