@@ -1,7 +1,7 @@
 """The forms in which the CPU can compute a convolution, and a contest between them for each class of convolutions.
 
 The forms of a two-dimensional convolution, transposed or not, and of its gradients: images contiguous or in
-channels-last, and for 1x1 convolutions a product over the channels of all points (`LINEAR`). With a frozen weight the
+channels-last, and for 1x1 convolutions products over the channels of all points (`LINEAR`). With a frozen weight the
 channels-last form may use a packed weight, by oneDNN or by the package's own kernel (`OWN`). The own kernel includes
 the epilogue; the other forms are then timed with a separate kernel for it. A contest runs on as few images as needed
 for `_MOST_WORK` multiplications per thread. It runs on more if weights are larger than images, since oneDNN reorders
@@ -70,9 +70,10 @@ class Convolution:
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether it is a 1x1 convolution that is large enough to become a product."""
+        """Whether it is a 1x1 convolution that is large enough to become a product, or the gradients of one."""
         alone = self.weight[2:] == (1, 1) and not any(self.padding) and self.groups == 1 and not self.transposed
-        return alone and self.mask is None and self.work >= LEAST_LINEAR and self.dtype is torch.float32
+        skips = self.mask is not None and max(self.stride) > 1  # the gradient of the image has gaps
+        return alone and not skips and self.work >= LEAST_LINEAR and self.dtype is torch.float32
 
     def key(self) -> str:
         """The key that convolutions of one class share: everything but the number of images beyond a contest's."""
@@ -154,10 +155,12 @@ def _contestants(c: Convolution, names: list[str]) -> dict[str, Contestant]:
         grads = grad.contiguous(memory_format=torch.channels_last)
         sizes = [c.out[0]] if c.bias else None
         behind = (w, sizes, *c.settings(), list(c.mask))
-        return {
-            USUAL: _first_of(lambda: aten.convolution_backward.default(grad, x, *behind)),
-            LAST: _first_of(lambda: aten.convolution_backward.default(grads, last, *behind)),
+        forms: dict[str, Callable[[], Any]] = {
+            USUAL: lambda: aten.convolution_backward.default(grad, x, *behind),
+            LAST: lambda: aten.convolution_backward.default(grads, last, *behind),
+            LINEAR: lambda: _linear_gradients(c, grads, last, w),
         }
+        return {name: _nth_of(c.mask.index(True), forms[name]) for name in names}
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         USUAL: lambda w: aten.convolution.default(x, w, bias, *c.settings()),
         LAST: lambda w: aten.convolution.default(last, w, bias, *c.settings()),
@@ -240,8 +243,9 @@ def _kernel(steps: Epilogue, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     return handle
 
 
-def _first_of(call: Callable[[], Any]) -> Contestant:
-    return Contestant(call, lambda: next(t for t in call() if t is not None))
+def _nth_of(n: int, call: Callable[[], Any]) -> Contestant:
+    """A contestant compared by result `n`. oneDNN gives the weight's gradient with the bias's, whatever the mask."""
+    return Contestant(call, lambda: call()[n])
 
 
 def _linear(c: Convolution, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -250,6 +254,21 @@ def _linear(c: Convolution, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor
     out = linear_op()(rows, w.view(c.out[0], c.x[1]), bias, "none", [], "")
     made: torch.Tensor = out.view(*points.shape[:3], c.out[0]).permute(0, 3, 1, 2)
     return made
+
+
+def _linear_gradients(
+    c: Convolution, grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients that the mask asks for, of a 1x1 convolution without strides."""
+    assert c.mask is not None
+    points = grad.permute(0, 2, 3, 1)
+    grads, rows = points.reshape(-1, c.out[0]), x.permute(0, 2, 3, 1).reshape(-1, c.x[1])
+    image = torch.mm(grads, w.view(c.out[0], c.x[1])).view(*points.shape[:3], -1) if c.mask[0] else None
+    return (
+        image.permute(0, 3, 1, 2) if image is not None else None,
+        torch.mm(grads.t(), rows).view(c.weight) if c.mask[1] else None,
+        grads.sum(0) if c.mask[2] else None,
+    )
 
 
 _copies = Decisions("copy")

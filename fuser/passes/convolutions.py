@@ -11,6 +11,7 @@ convolution stays contiguous.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import sys
 from typing import Any
 
@@ -68,17 +69,57 @@ def _as_linear(walk: Relayout, node: fx.Node) -> fx.Node:
         if step != 1:
             x = walk.call(aten.slice.Tensor, x, dim, 0, sys.maxsize, step)
     x = walk.in_format(x, torch.channels_last)  # type: ignore[arg-type]
-    _, c, height, width = x.meta["val"].shape
-    out = w.meta["val"].shape[0]  # type: ignore[union-attr]
-    points = walk.call(aten.permute.default, x, [0, 2, 3, 1])
-    rows = walk.call(aten.view.default, points, [-1, c])
-    matrix = walk.call(aten.view.default, w, [out, c])
+    _, _, height, width = x.meta["val"].shape
+    rows, matrix = _rows_of(walk, x), _matrix_of(walk, w)
     product = walk.call(linear_op(), rows, matrix, bias, "none", [], "")
-    images = walk.call(aten.view.default, product, [-1, height, width, out])
-    result = walk.call(aten.permute.default, images, [0, 3, 1, 2])
-    for view in (images, result):  # inside groups their sizes would make equal blocks differ
+    return _images_from(walk, product, (height, width))
+
+
+def _rows_of(walk: Relayout, images: fx.Node) -> fx.Node:
+    """Images in channels-last memory as a matrix with a row of channels for each point."""
+    points = walk.call(aten.permute.default, images, [0, 2, 3, 1])
+    return walk.call(aten.view.default, points, [-1, images.meta["val"].shape[1]])
+
+
+def _matrix_of(walk: Relayout, weight: Any) -> fx.Node:
+    """The weight of a 1x1 convolution as a matrix (channels of results, channels of images)."""
+    return walk.call(aten.view.default, weight, list(weight.meta["val"].shape[:2]))
+
+
+def _images_from(walk: Relayout, rows: fx.Node, sizes: tuple[int, int]) -> fx.Node:
+    """The reverse of `_rows_of`; sizes: height, width."""
+    points = walk.call(aten.view.default, rows, [-1, *sizes, rows.meta["val"].shape[1]])
+    images = walk.call(aten.permute.default, points, [0, 3, 1, 2])
+    for view in (points, images):  # inside groups their sizes would make equal blocks differ
         view.meta["outside"] = True
-    return result
+    return images
+
+
+def _gradients_as_products(walk: Relayout, node: fx.Node) -> set[fx.Node]:
+    """Replace the gradients of a 1x1 convolution by products over all points. Returns the erased nodes."""
+    mask: Any = node.args[10]
+    made: dict[Any, fx.Node] = {}
+    with walk.graph.inserting_before(node):
+        grad, x = (walk.in_format(i, torch.channels_last) for i in node.args[:2])  # type: ignore[arg-type]
+        grads = _rows_of(walk, grad)
+        if mask[0]:
+            product = walk.call(aten.mm.default, grads, _matrix_of(walk, node.args[2]))
+            made[0] = _images_from(walk, product, tuple(x.meta["val"].shape[2:]))
+        if mask[1]:
+            product = walk.call(aten.mm.default, walk.call(aten.t.default, grads), _rows_of(walk, x))
+            made[1] = walk.call(aten.view.default, product, list(node.args[2].meta["val"].shape))  # type: ignore[union-attr]
+        if mask[2]:
+            made[2] = walk.call(aten.sum.dim_IntList, grads, [0])
+    users = list(node.users)
+    for user in users:
+        walk.replace(user, made[user.args[1]])
+    walk.graph.erase_node(node)
+    return {node, *users}
+
+
+def _reads_computed(node: fx.Node) -> bool:
+    """Whether all readers of a tuple of gradients take those that are computed."""
+    return all(u.target is operator.getitem and node.args[10][u.args[1]] for u in node.users)  # type: ignore[index]
 
 
 def _is_plain_backward(node: fx.Node) -> bool:
@@ -128,7 +169,8 @@ def _by_rule(found: list[fx.Node]) -> _Plan:
 
 
 def _form_by_rule(node: fx.Node) -> str:
-    if class_of(node).is_pointwise and linear_op() is not None and LINEAR not in _not_of_free_sizes(node):
+    known = _is_plain_conv(node) and linear_op() is not None and LINEAR not in _not_of_free_sizes(node)
+    if known and class_of(node).is_pointwise:
         return LINEAR
     return USUAL if _bytes(_weight_of(node)) > _HEAVY_WEIGHTS * _bytes(*_images_of(node)) else LAST
 
@@ -191,11 +233,15 @@ def _convert(walk: Relayout, node: fx.Node, form: str) -> None:
         new.meta[PACKED_MARK if form == PACKED else OWN_MARK] = True
 
 
-def _convert_backward(walk: Relayout, node: fx.Node, form: str) -> None:
+def _convert_backward(walk: Relayout, node: fx.Node, form: str) -> set[fx.Node]:
+    """Convert the gradients of a convolution; returns the erased nodes."""
+    if form == LINEAR and _reads_computed(node):
+        return _gradients_as_products(walk, node)
     order = torch.contiguous_format if form == USUAL else torch.channels_last
     with walk.graph.inserting_before(node):
         images = [walk.in_format(i, order) for i in node.args[:2]]  # type: ignore[arg-type]
     walk.update(node, *images, *node.args[2:])
+    return set()
 
 
 def convolutions_channels_last(module: fx.GraphModule) -> int:
@@ -222,14 +268,22 @@ def _convert_all(graph: fx.Graph, mode: FakeTensorMode) -> int:
     if plan.saved is not None and plan.saved <= 0:
         return 0
     most = _MOST_COPIED * sum(_bytes(n.args[0], n) for n in found)
-    for node in list(graph.nodes):
+    _walk_over(walk, plan)
+    return len(found) if _is_worth_it(plan, walk, most) else 0
+
+
+def _walk_over(walk: Relayout, plan: _Plan) -> None:
+    """Convert the convolutions of a plan, and recompute the strides of all other nodes."""
+    erased: set[fx.Node] = set()
+    for node in list(walk.graph.nodes):
+        if node in erased:
+            continue
         if _is_plain_conv(node):
             _convert(walk, node, plan.forms[node])
         elif _is_plain_backward(node):
-            _convert_backward(walk, node, plan.forms[node])
+            erased |= _convert_backward(walk, node, plan.forms[node])
         else:
             walk.follow(node)
-    return len(found) if _is_worth_it(plan, walk, most) else 0
 
 
 def _is_worth_it(plan: _Plan, walk: Relayout, most: float) -> bool:

@@ -131,6 +131,49 @@ def test_gradients_count_and_lie_as_eagers(monkeypatch):
     assert {(c.mask is not None, c.transposed) for c in asked} == {(a, b) for a in (True, False) for b in (True, False)}
 
 
+@pytest.mark.parametrize(("image", "bias", "last"), [(True, True, False), (False, False, True)])
+def test_gradients_of_pointwise_convolutions_as_products(monkeypatch, image, bias, last):
+    asked = taking(monkeypatch, 2.0, {LAST: 1.0, LINEAR: 0.5, PACKED: 9.0})
+    model = nn.Sequential(nn.Conv2d(16, 256, 1, bias=bias), nn.SiLU(), nn.Conv2d(256, 16, 1, 2))
+    if last:
+        model = model.to(memory_format=torch.channels_last)
+    x, found = torch.randn(2, 16, 48, 48, requires_grad=image), []
+    for f in (torch.compile(model, backend=fuser_backend), model):
+        f(x).square().sum().backward()  # compiles
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            f(x).square().sum().backward()
+        calls = sum(e.count for e in profile.key_averages() if e.key == "aten::convolution_backward")
+        found.append((calls, [x.grad] * image + [p.grad for p in model.parameters()]))
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+    (calls, own), (eager_calls, eager) = found
+    assert (calls, eager_calls) == (1, 2)  # the one with a stride is left
+    assert [c.is_pointwise for c in asked if c.mask is not None] == [False, True]
+    for got, want in zip(own, eager, strict=True):
+        assert got.stride() == want.stride()
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)])
+def test_the_contest_of_gradients_compares_equal_results(mask):
+    c = conv_forms.Convolution(
+        x=(2, 64, 32, 32), weight=(128, 64, 1, 1), out=(128, 32, 32), dtype=torch.float32, bias=True, stride=(1, 1),
+        padding=(0, 0), dilation=(1, 1), transposed=False, output_padding=(0, 0), groups=1, mask=mask,
+    )  # fmt: skip
+    forms = [USUAL, LAST, LINEAR]
+    contestants = [conv_forms._contestants(c, forms)[form] for form in forms]
+    usual, *others = [contestant.run() for contestant in contestants]
+    for got in others:
+        for mine, theirs, wanted in zip(got, usual, mask, strict=True):
+            if wanted:
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    first, *others = [contestant.result() for contestant in contestants]
+    for got in others:
+        torch.testing.assert_close(got, first, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("settings", [{"numerics": "eager"}, {"deterministic": "yes"}, {"convolution_layout": "eager"}])
 def test_settings_without_a_contest(monkeypatch, settings):
     monkeypatch.setattr(conv_forms, "seconds", lambda c: pytest.fail("a contest"))
