@@ -10,7 +10,9 @@ import random
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 # Before `fuser.config` is imported, which reads it. A folder for each pytest process: a test that counts compilations
@@ -36,7 +38,8 @@ from tests import compilers, sampling  # noqa: E402
 
 THREADS = 2
 FEW_FILES = 20  # of so many each test is given out by itself
-COLLECTIONS = (20_000, 20, 20)  # objects and passes between two: Python's own 700 take a twelfth of what torch traces
+COLLECTIONS = (100_000, 10, 10)  # objects and passes between two: Python's own 700 take a twelfth of what torch traces
+OPTIMISED_OF = 4  # cases of a test in tests/backend, of which one's kernels are optimised
 AT_MOST = 20.0  # seconds that a test waits for what earlier ones left in the background
 
 
@@ -101,9 +104,11 @@ def pytest_pycollect_makeitem(collector: pytest.Collector) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> None:
-    """Collections in a test look at objects of its module, not at a million of torch and of earlier modules."""
-    gc.collect()
-    gc.freeze()
+    """Collections in a test look at objects of its module, not at a million of torch and of earlier modules; a module
+    after small ones keeps theirs."""
+    if any(gc.get_count()[1:]):
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -116,12 +121,12 @@ def level(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def is_optimised(item: pytest.Item) -> bool:
     """Whether kernels are compiled as for users. In tests/unit other things than kernels are tested. Of a test in
-    tests/backend that has parameters, neighbours take turns: each test has kernels that are optimised, and more that
-    differ from them in one parameter."""
+    tests/backend that has parameters, every fourth case is: each test has kernels that are optimised, and more that
+    differ from them in a parameter."""
     if os.environ.get("FUSER_TEST_ALL") or item.get_closest_marker("optimised") is not None:
         return True
     return item.path.parent.name != "unit" and (
-        item.path.parent.name != "backend" or sampling.position(item) // sampling.share(item) % 2 == 0
+        item.path.parent.name != "backend" or sampling.position(item) // sampling.share(item) % OPTIMISED_OF == 0
     )
 
 
@@ -131,6 +136,16 @@ def guards_take_no_time() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if guards := sys.modules.get("torch._dynamo.guards"):
             patch.setattr(guards, "profile_guard_manager", lambda *args: 0.0)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def modes_keep_no_stack() -> Iterator[None]:
+    """Each mode of fake tensors writes down where it was made, for one message: three calls in each trace."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fakes := sys.modules.get("torch._subclasses.fake_tensor"):
+            stacks = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
+            patch.setattr(fakes, "traceback", stacks)
         yield
 
 
