@@ -6,6 +6,7 @@ It runs by the canonical graph, so that only what a call is taken for is compare
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fuser
 from tests.opinfo import database
 
-SAMPLES = 4
+SAMPLES = 4 if os.environ.get("FUSER_TEST_ALL") else 2
 DTYPES = (torch.bool, torch.int64, torch.float32)
 
 
@@ -83,7 +84,7 @@ def test_methods_do_what_they_do_on_tensors():
                         count += problem is None
                         wrong += [f"{name}, {dtype}: {problem}"] if problem else []
     assert not wrong, "\n".join(wrong)
-    assert count > 1500
+    assert count > 375 * SAMPLES
 
 
 A, B, C = (torch.tensor(v) for v in ([[True, False], [False, True]], [True, False], [False, True]))

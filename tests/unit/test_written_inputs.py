@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,8 +76,10 @@ def eager_allows(read, write, of_integers: bool) -> bool:
 @pytest.mark.parametrize("of_integers", [True, False], ids=["integers", "floats"])
 @pytest.mark.parametrize("write", WRITES)
 def test_the_backward_reads_nothing_written(write, of_integers):
-    names = [n for n in READS if eager_allows(n, write, of_integers)]
-    assert len(names) >= 8
+    turn = [*WRITES].index(write) // 2 % 2  # half of the reads; the others behind another write
+    read = [*READS] if os.environ.get("FUSER_TEST_ALL") else [*READS][turn::2]
+    names = [n for n in read if eager_allows(n, write, of_integers)]
+    assert len(names) >= 4
 
     def program(xs, cs):
         results = [READS[n](x, c) for n, x, c in zip(names, xs, cs)]
