@@ -1,4 +1,4 @@
-"""A few operators with symbolic sizes, gradients and other layouts; `python -m tests.opinfo.modes` has all."""
+"""A few operators with symbolic sizes, gradients and other layouts, half of them in a mode; `make modes` has all."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ OPERATORS = frozenset(
 )
 
 
-@pytest.mark.parametrize("words", ("dynamic+layouts", "dynamic+grad+layouts", "grad+autocast"))
-def test_operators_in_other_modes(words):
-    ops = [op for op in database.operators() if op.name in OPERATORS]
+@pytest.mark.parametrize("words, turn", (("dynamic+layouts", 0), ("dynamic+grad+layouts", 1), ("grad+autocast", 0)))
+def test_operators_in_other_modes(words, turn):
+    ops = [op for op in database.operators() if op.name in OPERATORS][turn::2]
     found = list(modes.run(modes.Modes(words.split("+")), ops, [torch.float32], 1))
-    assert sum(count for count, _ in found) > 20
+    assert sum(count for count, _ in found) > 10
     assert [line for _, lines in found for line in lines] == []

@@ -31,7 +31,7 @@ from tests.opinfo.runner import Sample, call_graph, make_sample
 from tests.unit.memory_layouts import LAYOUTS, in_layouts, some_layouts
 
 FULL = os.environ.get("FUSER_STRIDES") == "full"
-SAMPLES, PER_SAMPLE = (None, len(LAYOUTS)) if FULL else (1, 3)
+SAMPLES, PER_SAMPLE = (None, len(LAYOUTS)) if FULL else (1, 2)
 # Eager reads outside of tensors whose sizes do not fit, or crashes on tensors without elements. On CUDA a place out of
 # range ends all that the process does there: nothing is cut.
 UNCUT = ("batch_norm", "lu_unpack", "linalg", "geqrf", "ormqr", "householder", "segment", "unpool", "embedding_bag")
@@ -114,4 +114,4 @@ def test_results_of_kernels_have_eagers_strides():
             wrong += [(name, t.stride(), g) for t, g in zip(want, got) if differs(t, g)]
     names = sorted({name.split(": ")[0] for name, *_ in wrong})
     assert not wrong, (len(names), names, wrong[:4])
-    assert compared > 1000
+    assert compared > 333 * PER_SAMPLE
