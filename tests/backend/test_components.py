@@ -118,7 +118,7 @@ TOGETHER = ("corners", "decoded", "hamilton", "polar", "yuv", "pairs", "every_tw
             "one_for_all")  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @needs_compiler
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("functional", [True, False])
@@ -147,6 +147,7 @@ def test_the_interpreters_agree(name):
     compare(interpret_schedule(lowered, plans, args), [want], tol=close)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "looked_up"])  # an index that is checked
 def test_all_components_are_written_into_an_input(name):
     fn, *args = PROGRAMS[name]

@@ -128,6 +128,7 @@ def test_a_negative_pad_of_a_size_that_is_too_small_is_eagers_error():
         handle(torch.zeros(3, 0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool])
 def test_reductions_of_integers_along_rows(dtype):
     x = torch.randint(0, 9, (5, 70), generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -432,6 +433,7 @@ def test_a_view_that_other_sizes_refuse():
             handle(torch.randn(size))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["add", "lt", "div", "maximum", "atan2"])
 def test_layouts_after_casts_of_expanded_tensors(name):
     op = getattr(torch, name)

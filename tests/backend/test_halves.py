@@ -74,6 +74,7 @@ def test_every_value_has_eagers_bits(dtype):
         assert same_bits(got, want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("n", [1, 7, 15, 16, 17, 31, 33, 63, 65, 76 * 76])
 def test_pairs_of_special_values_have_eagers_bits(dtype, n):
@@ -185,7 +186,7 @@ def columns(x):
     return torch.softmax(x, 0), x.sum(0), x.amax(0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["fast", "eager"])
 @pytest.mark.parametrize("fn", [rows, columns, padded_rows])
 @pytest.mark.parametrize("shape", [(3, 5), (37, 64), (9, 1000), (4, 2077), (130, 33)])

@@ -59,6 +59,7 @@ def test_dtypes(dtype):
 NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.float16, torch.bfloat16)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_elements_of_less_than_a_word(dtype):
     """Taken by number from any address: each at every place of the word around it, first and last ones included."""
@@ -136,6 +137,7 @@ POOLED = {  # rows that are looked up, and reduced along the lookups
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64, torch.int32), ids=str)
 @pytest.mark.parametrize("name", POOLED)
 def test_rows_that_are_looked_up_are_reduced(name, dtype):

@@ -111,6 +111,7 @@ def test_channels_last_is_kept():
 PADS = [(1, 1, 1, 1), (4, 3, 2, 1), (0, 0, 3, 4), (2, 0, 0, 0), (6, 6, 4, 4)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_pads_of_images(mode, last):

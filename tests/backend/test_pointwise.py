@@ -92,6 +92,7 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", WIDE, ids=text)
 @pytest.mark.parametrize("part", range(3))
 def test_elementary(dtype, part):
@@ -122,6 +123,7 @@ def test_by_number(dtype):
     check_all(list(BY_NUMBER), list(BY_NUMBER.values()), values(dtype), slack=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.uint8, torch.bool], ids=text)
 def test_by_float(dtype):
     """A float beside integers makes the default dtype."""
@@ -275,6 +277,7 @@ def scaled_sums(alpha):
     )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("numerics", ["fast", "eager"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scaled_sums_that_decide_have_eagers_bits(dtype, numerics):

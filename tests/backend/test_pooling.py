@@ -164,7 +164,7 @@ WINDOWS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("before", BEFORE)
 def test_windows_over_what_is_computed_in_channels_last(window, before):
