@@ -21,15 +21,22 @@ def share(item: pytest.Item) -> int:
     return int(mark.args[0]) if mark is not None else 1
 
 
+def is_named(item: pytest.Item) -> bool:
+    """Whether the mark names the case: it runs lines of the package that no other case does."""
+    mark = item.get_closest_marker("sampled")
+    return mark is not None and hasattr(item, "callspec") and item.callspec.id in mark.kwargs.get("also", ())
+
+
 def leave_out(items: list[pytest.Item]) -> None:
     """Remove what the mark leaves to `make sweeps`; nothing where a case is asked for by its name.
 
-    A case stays if its position is a multiple of the share. So each value of a parameter has cases if another parameter
-    has at least as many values as the share; a parameter by itself loses all values but one of so many.
+    A case stays if its position is a multiple of the share, or if the mark names it. So each value of a parameter has
+    cases if another parameter has at least as many values as the share; a parameter by itself loses all values but one
+    of so many.
     """
     if not items or os.environ.get("FUSER_TEST_ALL") or any("[" in arg for arg in items[0].config.args):
         return
-    left = {item for item in items if position(item) % share(item)}
+    left = {item for item in items if position(item) % share(item) and not is_named(item)}
     items[0].config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
 

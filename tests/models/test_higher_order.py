@@ -93,6 +93,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.sampled(2, also=("view of a view", "repeated"))
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_that_are_views_and_sizes_that_vary(name):
     def found(f):

@@ -256,6 +256,7 @@ def differing(f: Callable[..., Any], backend: Any, layouts: Sequence[Make]) -> l
     return found
 
 
+@pytest.mark.sampled(2, also=("windows_of_results", "write_index"))
 @pytest.mark.parametrize("f", [*VIEWING, *WRITING], ids=lambda f: f.__name__)
 def test_through_torch_compile(f):
     """As eager, however the inputs of later calls overlap, but where one tensor is read and written at once."""
@@ -263,7 +264,7 @@ def test_through_torch_compile(f):
     assert found == (["same"] if f is write_slice_of_transposed else [])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("f", [write_from_the_other, write_column_return_view, write_scattered])
 @pytest.mark.parametrize("first", LAYOUTS, ids=lambda f: f.__name__)
 def test_compiled_for_inputs_that_overlap(first, f):

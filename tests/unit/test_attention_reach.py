@@ -131,6 +131,7 @@ def test_results(function, grad, dtype, noted):
         assert far <= 2 * near + 4 * torch.finfo(dtype).eps * c.nan_to_num().abs().max()
 
 
+@pytest.mark.sampled(2, also=("window-True",))
 @pytest.mark.parametrize("function, grad", [c for c in CASES if c[0] not in (written, skewed)])
 def test_every_length_has_its_own_keys(function, grad, noted, monkeypatch):
     """Of a graph for all lengths the mask is read again for each."""
@@ -196,6 +197,7 @@ def test_queries_that_are_masked_as_a_whole(grad, noted):
     assert all(a.reach.checked for a in noted if a.reach is not None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("grad", (False, True), ids=("inference", "training"))
 @pytest.mark.parametrize("fill", (-1e30, -math.inf))
 def test_masks_of_one_key(fill, grad, noted):

@@ -115,6 +115,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["no_grad", "inference", "grad"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program(beside, name, mode):
@@ -124,6 +125,7 @@ def test_a_program(beside, name, mode):
     assert beside.is_same() or mode == "inference" and beside.own is None, (beside.own, beside.aots, beside.left)
 
 
+@pytest.mark.sampled(2, also=("3",))
 @pytest.mark.parametrize("part", range(4))
 def test_operators(beside, part):
     """The first sample of each of torch's operators; some have none that may be traced so."""
