@@ -20,7 +20,7 @@ from tests.peers.spec import Peer
 
 CHUNK = 20
 OPTIMISED = 4  # of so many programs one
-SHARE = 1 if os.environ.get("FUSER_TEST_ALL") else 2
+SHARE = 1 if os.environ.get("FUSER_TEST_ALL") else 3
 
 
 def _chunks() -> list[list[tuple[int, Peer]]]:
