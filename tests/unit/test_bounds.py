@@ -176,6 +176,7 @@ def inside(function, block):
     assert bool(((low <= elements) & (elements <= high) | any_number).all())
 
 
+@pytest.mark.sampled(2, also=("iota", "looked up from the end", "selected"))
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_elements_are_inside(name):
     for block in (1, BLOCK):
@@ -208,7 +209,7 @@ KNOWN = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OF_A_NUMBER)
 def test_numbers_of_other_dtypes(name, dtype):
