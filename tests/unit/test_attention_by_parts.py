@@ -97,7 +97,7 @@ def distance(a, b):
 MADE = set(pairwise(SIZES, DTYPES, MASKS, (False, True), (False, True)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3, also=("long-torch.float16",))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_results_and_gradients(size, dtype, monkeypatch):
@@ -210,7 +210,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3, also=("bool mask-torch.bfloat16-static", "turned-torch.bfloat16-static"))
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
