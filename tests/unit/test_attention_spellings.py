@@ -56,6 +56,15 @@ def check_training(spelling, dtype, backend):
         assert problem(f"{spelling.name} {k}", a, b, e, strides=k == 0) is None
 
 
+@pytest.mark.sampled(
+    3, also=(
+        "all_in_float32-torch.bfloat16",
+        "bias_by_baddbmm-torch.float32",
+        "causal_by_triu-torch.bfloat16",
+        "einsum_of_tokens-torch.float32",
+        "padding_filled-torch.bfloat16",
+    ),
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", TABLE)
 def test_spelling(name, dtype, monkeypatch):
