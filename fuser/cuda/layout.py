@@ -275,6 +275,8 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
         elements = min(elements, tiles.DRAWN_ELEMENTS)
     many = reads_many(plan)
     elements <<= many and elements > tiles.SMALL_ELEMENTS
+    if many and len({s.buffer for s in plan.stores}) < len(plan.stores):
+        elements //= 2  # an iteration computes several neighbours
     elements = min(max(tiles.scaled(elements, ctx.variant.outer), 128), tiles.MOST_ELEMENTS)
     warps = max(tiles.scaled(tiles.POINTWISE_WARPS, ctx.variant.warps), 1)
     short = vector.hint < tiles.SHORT_VECTOR

@@ -51,12 +51,12 @@ def write_out(
         outer = beside(ctx, others, expr(n * run), n * run, addressed)
         if outer is None and (numbers or n > ctx.target.components):
             continue
-        copies, kept = _copies(own, addressed, axis, n)
-        shares = _work(copies) < (1 - SHARED) * n * _work(rows)
+        made, kept = copies(own, addressed, axis, list(map(expr, range(n))))
+        shares = _work(made) < (1 - SHARED) * n * _work(rows)
         if shares or _chooses(rows, axis) or (outer is not None and not runs_on(own, outer, axis, n)):
             for s, number in numbers.items():
                 ctx.assume("eq", expr(s), number)
-            return axis, copies, kept
+            return axis, made, kept
     return None, rows, stores
 
 
@@ -118,10 +118,16 @@ def _chooses(rows: Sequence[Row], axis: Sym) -> bool:
     return any(row.op == "where" and behind[row.args[0]] == {axis} for row in rows)
 
 
-def _copies(rows: Sequence[Row], stores: Stores, axis: Sym, places: int) -> tuple[list[Row], Stores]:
-    """The rows and stores for each index along `axis`. Rows equal for all indices occur once."""
+def copies(
+    rows: Sequence[Row], stores: Stores, axis: Sym, places: Sequence[Expr],
+    always: Callable[[Sequence[Row], Row], bool] = lambda *_: False,
+) -> tuple[list[Row], Stores]:  # fmt: skip
+    """The rows and stores for each of the indices along `axis`. Rows equal for several indices occur once.
+
+    always: whether a comparison, given with the rows of its arguments, always holds.
+    """
     out, kept = Recorder(), list[tuple[str, Expr, int]]()
-    for place in map(expr, range(places)):
+    for place in places:
         number: dict[int, int] = {}
 
         def moved(e: Expr, number: dict[int, int] = number, place: Expr = place) -> Expr:
@@ -130,7 +136,10 @@ def _copies(rows: Sequence[Row], stores: Stores, axis: Sym, places: int) -> tupl
         for n, row in enumerate(rows):
             if row_exprs(row):
                 row = map_exprs(row, moved)
-            number[n] = settled(out, Row(row.op, tuple(number[a] for a in row.args), row.dtype, row.attr))
+            row = Row(row.op, tuple(number[a] for a in row.args), row.dtype, row.attr)
+            if row.op in _KNOWN and always(out.rows, row):
+                row = Row("const", (), row.dtype, "True")
+            number[n] = settled(out, row)
         kept += [(buffer, moved(e), number[r]) for buffer, e, r in stores]
     return out.rows, kept
 
@@ -162,4 +171,4 @@ def _constant(row: Row) -> int | bool | None:
     return row.attr == "True" if row.dtype is torch.bool else int(row.attr)
 
 
-__all__ = ["MOST_ROWS", "Stores", "beside", "fixed", "runs_on", "settled", "write_out"]
+__all__ = ["MOST_ROWS", "Stores", "beside", "copies", "fixed", "runs_on", "settled", "write_out"]

@@ -27,6 +27,7 @@ from fuser.scheduler.choices import write_out
 from fuser.scheduler.contraction import contraction_of
 from fuser.scheduler.fusion import RUN, Kernel
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store, address_rows
+from fuser.scheduler.neighbours import compute_several
 from fuser.scheduler.nodes import Node, Ordered, row_cost
 from fuser.scheduler.short_axes import write_out_reducing
 from fuser.targets import Target
@@ -111,6 +112,8 @@ def build_plan(
         run *= next((a.hint for a in axes if a.sym is gone), 1)
         axes = [a for a in axes if a.sym is not gone]
         rows, stores, reductions = _live(builder)
+    if ctx.target.neighbours and not reductions:
+        axes, rows, stores = compute_several(ctx, axes, rows, stores)
     axes, rows, stores = _order_and_merge(ctx, axes, rows, stores)
     short = _short_row(rows, reductions, dtypes, ctx.target) if ctx.target.vector_bytes else 0
     vector = _column_axis(axes, rows, reductions, dtypes)

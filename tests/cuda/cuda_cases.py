@@ -517,6 +517,18 @@ def average_gradient(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.avg_pool2d_backward(g, x, [3, 2], [2, 2], [1, 0], True, False, None)
 
 
+def average_beside(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return F.avg_pool2d(y, 3, 1, 1, count_include_pad=False) - y + x
+
+
+def average_gradient_beside(g: torch.Tensor, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.avg_pool2d_backward(g, y, [3, 3], [1, 1], [1, 1], False, False, None) + x
+
+
+def images(count: int, *size: int) -> Make:
+    return lambda i: tuple(last(i.normal(*size, dtype=BF16)) for _ in range(count))
+
+
 # Windows: of the first three neighbours in memory, of the last in channels-last memory.
 POOLS = (
     Case("pool/average", lambda x: F.avg_pool1d(x, 8, 1, 4), lambda i: (i.normal(2, 3, 64),)),
@@ -530,6 +542,9 @@ POOLS = (
     Case("exact/pool/last", largest(2, [3, 3], [2, 2], [1, 1]),
          lambda i: (with_nan(i.normal(2, 16, 6, 7)).contiguous(memory_format=torch.channels_last),)),
     Case("pool/average/gradient", average_gradient, lambda i: (i.normal(2, 3, 6, 8), i.normal(2, 3, 11, 16))),
+    Case("pool/average/last/4", average_beside, images(2, 2, 16, 8, 6)),
+    Case("pool/average/last/2", average_beside, images(2, 2, 16, 7, 6)),
+    Case("pool/average/last/gradient", average_gradient_beside, images(3, 2, 16, 8, 12)),
     Case("pool/largest/gradient", *largest_gradient([3, 3], [2, 2], [1, 1])),
     Case("pool/largest/apart/gradient", *largest_gradient([2, 2], [3, 2], [0, 0])),
     Case("pool/offsets", *largest_in_windows((2, 3, 9, 16), [3, 2], [2, 1], [1, 1], [1, 1])),

@@ -32,7 +32,7 @@ from fuser.errors import Unsupported
 from fuser.ir.sizes import run_program
 from fuser.lowering import norms
 from fuser.runtime.python_launcher import match
-from fuser.scheduler import fusion, plan
+from fuser.scheduler import fusion, neighbours, plan
 from tests.flex_cases import FlexCase
 
 NUMPY = {
@@ -44,6 +44,7 @@ NUMPY = {
 }  # fmt: skip
 
 
+neighbours.FEWEST = 1  # small images are computed by several neighbours, too
 BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)  # what kernels take as bytes
 
 

@@ -14,6 +14,7 @@ from fuser import config, interface
 from fuser.debug.reference import interpret_schedule
 from fuser.errors import Unsupported
 from fuser.lowering.graph import Lowered, lower_graph
+from fuser.scheduler import neighbours
 from fuser.scheduler.schedule import Schedule, schedule
 
 
@@ -104,6 +105,32 @@ def test_columns_of_several_tensors_are_split(rows, columns, kernels):
 
     _, found = scheduled(Large("", lambda x, y: x - y * (x * y).sum(0), lambda i: ()))
     assert len(found.plans) == kernels
+
+
+@pytest.mark.parametrize("kernel, stride, padding", [(3, 1, 1), (3, 1, 0), (5, 1, 2), (5, 2, 2), (3, 3, 1)])
+@pytest.mark.parametrize("height, width", [(8, 12), (10, 6), (9, 8), (12, 7), (9, 7)])
+def test_windows_of_several_neighbours(kernel, stride, padding, height, width, monkeypatch):
+    """Results of neighbours are those of single ones, also where a comparison with an edge always holds."""
+    monkeypatch.setattr(neighbours, "FEWEST", 1)
+
+    def f(x, y):
+        pooled = torch.nn.functional.avg_pool2d(x, kernel, stride, padding, count_include_pad=False)
+        return pooled * 2, torch.ops.aten.avg_pool2d_backward(
+            pooled.neg(), y, [kernel] * 2, [stride] * 2, [padding] * 2, False, False, None
+        )  # fmt: skip
+
+    def images(i):
+        return tuple(i.normal(2, 16, height, width).contiguous(memory_format=torch.channels_last) for _ in range(2))
+
+    case = Case("", f, images)
+    lowered, found = scheduled(case)
+    for a, b in zip(results(case, lowered, found), f(*case.args("cpu")), strict=True):
+        torch.testing.assert_close(a, b)
+    several = [len(p.stores) > len({s.buffer for s in p.stores}) for p in found.plans]
+    if stride == 1 and padding:
+        assert several == [height % 2 == 0 or width % 2 == 0] * 2
+    if stride == kernel:
+        assert not any(several)
 
 
 def test_few_long_rows_are_a_class_of_sizes():
