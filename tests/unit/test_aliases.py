@@ -259,9 +259,8 @@ def differing(f: Callable[..., Any], backend: Any, layouts: Sequence[Make]) -> l
 @pytest.mark.sampled(2, also=("windows_of_results", "write_index"))
 @pytest.mark.parametrize("f", [*VIEWING, *WRITING], ids=lambda f: f.__name__)
 def test_through_torch_compile(f):
-    """As eager, however the inputs of later calls overlap, but where one tensor is read and written at once."""
-    found = differing(f, fuser_backend, LAYOUTS if f in WRITING else READ_ONLY)
-    assert found == (["same"] if f is write_slice_of_transposed else [])
+    """As eager, however the inputs of later calls overlap."""
+    assert not differing(f, fuser_backend, LAYOUTS if f in WRITING else READ_ONLY)
 
 
 @pytest.mark.sampled(4)
