@@ -144,7 +144,7 @@ for n in range(3):
         torch.set_num_threads(1)  # as torch's data loaders do: OpenMP's threads do not survive a fork, here or in eager
         new = fuser.fusion_handle(fuser.register_fusion(fx.symbolic_trace(other)))
         ok = all(torch.allclose(h(x), e[i]) for x, e in zip(inputs, expected) for i, h in enumerate((handle, new)))
-        os._exit(0 if ok and fuser.num_compiled_kernels() == 2 else 1)
+        os._exit(0 if ok and fuser.num_compiled_kernels() == 3 else 1)  # few blocks of columns are split
     pids.append(pid)
 print([os.waitpid(p, 0)[1] for p in pids], torch.allclose(handle(inputs[0]), expected[0][0]))
 """
