@@ -37,6 +37,7 @@ from fuser.passes.rounded_factors import HALVES, convolutions_take_tf32
 aten = torch.ops.aten
 _MOST_COPIED = 0.6  # share of the bytes that convolutions read and write, for copies that no kernel stores
 _PADDED, _COLOURS = 16, 4  # bytes of a point's channels whose multiples need no padding; most channels of a colour
+_DECISIVE = 4  # convolutions that are timed decide if they are at least 1 / _DECISIVE of the bytes that cuDNN turns
 _LEAST = 32 << 20  # bytes that a convolution reads and writes on average; with fewer, launches of copies dominate
 _FEWEST = 4  # convolutions per copy from which their bytes do not matter
 
@@ -144,4 +145,6 @@ def _convert_all(graph: fx.Graph, mode: FakeTensorMode) -> int:
     small = moved < _LEAST * n and n < _FEWEST * walk.calls
     if walk.copied > _MOST_COPIED * moved or small:
         return 0
-    return n if are_faster_last(list(filter(_is_to_time, found))) else 0
+    timed = list(filter(_is_to_time, found))
+    decide = _DECISIVE * sum(map(_turned, timed)) >= moved
+    return n if not decide or are_faster_last(timed) else 0

@@ -7,6 +7,7 @@ or if an operator may not support all strides. Results of the graph are copied b
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -243,4 +244,22 @@ def _is_particular(node: fx.Node) -> bool:
         return node.target is not operator.getitem
     if node.target.namespace not in _ANY_STRIDES or node.target is aten.as_strided.default:
         return True
+    if node.target is aten.avg_pool2d_backward.default and _is_wrong_last(node):
+        return True
     return is_view(node.target) and node.target.overloadpacket in (aten.view_as_real, aten.view_as_complex)
+
+
+def _is_wrong_last(node: fx.Node) -> bool:
+    """Whether ATen computes the gradient of an average pool, and is wrong for channels-last images.
+
+    On CUDA its kernel for these takes padding for 0 (torch 2.11). Kernels of the package are right.
+    """
+    _, x, kernel, _, padding, *_ = node.args
+    value: Any = x.meta["val"]  # type: ignore[union-attr]
+    if value.device.type != "cuda" or not any(padding):  # type: ignore[arg-type]
+        return False
+    from fuser.cuda.toolchain import triton_version
+    from fuser.lowering.pooling import MOST_PLACES
+
+    sides: Any = kernel
+    return math.prod(sides if len(sides) == 2 else (*sides, *sides)) > MOST_PLACES or triton_version() is None

@@ -183,6 +183,22 @@ def test_copies_that_kernels_store_do_not_count(monkeypatch):
     assert tensor_cores_channels_last(traced(norms, *shapes)) == 8
 
 
+@pytest.mark.parametrize(("side", "padding", "turned"), [(7, 3, True), (7, 0, False), (3, 1, False)])
+def test_gradients_of_padded_pools(side, padding, turned):
+    """ATen's are wrong for channels-last images on CUDA; small windows are kernels of the package."""
+
+    def f(x, w, b, v):
+        y = conv(x, w, b).relu()
+        how = [side] * 2, [1, 1], [padding] * 2, False, True, None
+        grad = aten.avg_pool2d.default(y, *how)
+        return aten.avg_pool2d_backward.default(grad, y, *how) * 2
+
+    module = traced(f, *SHAPES)
+    assert tensor_cores_channels_last(module) == 1
+    node = next(n for n in module.graph.nodes if n.target is aten.avg_pool2d_backward.default)
+    assert all(a.meta["val"].is_contiguous() == turned for a in node.all_input_nodes)
+
+
 CASES = {
     "nothing stores the result": (conv, {}, "fast", True),
     "no TF32": (epilogue, {"dtype": torch.float32}, "fast", False),
