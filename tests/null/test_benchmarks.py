@@ -537,6 +537,7 @@ def test_a_public_row_is_timed_and_compared_on_the_cpu(monkeypatch, tmp_path):
         return torch.nn.Linear(4, 4), {"input": torch.ones(2 if small else 1 << 20, 4)}
 
     monkeypatch.setattr(public, "ROWS", (public_models.Row("line", make),))
+    monkeypatch.setattr(public, "prepare", lambda: None)  # it silences logs, in a process of its own
     options = argparse.Namespace(folder=tmp_path, device="cpu", dtype="", who="eager,aot_eager", lock=None)
     record = public.measure("line", "training", options)
     for name in ("eager", "aot_eager"):
