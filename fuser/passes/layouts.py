@@ -7,7 +7,6 @@ or if an operator may not support all strides. Results of the graph are copied b
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -250,16 +249,10 @@ def _is_particular(node: fx.Node) -> bool:
 
 
 def _is_wrong_last(node: fx.Node) -> bool:
-    """Whether ATen computes the gradient of an average pool, and is wrong for channels-last images.
+    """Whether ATen's gradient of an average pool is wrong for channels-last images.
 
-    On CUDA its kernel for these takes padding for 0 (torch 2.11). Kernels of the package are right.
+    Its kernel for these takes padding for 0 on CUDA (torch 2.11). Kernels of the package are right, but where one cannot
+    be made, ATen runs.
     """
-    _, x, kernel, _, padding, *_ = node.args
-    value: Any = x.meta["val"]  # type: ignore[union-attr]
-    if value.device.type != "cuda" or not any(padding):  # type: ignore[arg-type]
-        return False
-    from fuser.cuda.toolchain import triton_version
-    from fuser.lowering.pooling import MOST_PLACES
-
-    sides: Any = kernel
-    return math.prod(sides if len(sides) == 2 else (*sides, *sides)) > MOST_PLACES or triton_version() is None
+    value: Any = node.args[1].meta["val"]  # type: ignore[union-attr]
+    return value.device.type == "cuda" and any(node.args[4])  # type: ignore[arg-type]
