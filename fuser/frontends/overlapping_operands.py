@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser.frontends.overlaps import is_strided
+from fuser.frontends.overlaps import is_strided, name_of
 from fuser.passes.hints import same, size_hint
 from fuser.reasons import because
 
@@ -33,7 +33,7 @@ def reads_what_it_writes(writers: Iterable[fx.Node]) -> bool:
     return any(
         _may_cross(written, operand, name.rstrip("_") in _CROSSING)
         for node in writers
-        for name in (str(getattr(node.target, "__name__", node.target)),)
+        for name in (name_of(node),)
         for written, operand in _pairs(node, name)
     )  # fmt: skip
 

@@ -101,12 +101,13 @@ def reads_written_by_offset(graph: fx.Graph) -> bool:
     return False
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
+    """What Dynamo's graph calls, by name alone."""
     return str(getattr(node.target, "__name__", node.target))
 
 
 def _is_by_offset(node: fx.Node) -> bool:
-    return _name(node).startswith("as_strided")
+    return name_of(node).startswith("as_strided")
 
 
 def _begins(value: torch.Tensor) -> bool:
@@ -127,7 +128,7 @@ def _is_through(node: fx.Node | None) -> bool:
             if memory not in (None, own):
                 return False  # this tensor was computed from that one, into memory of its own
             memory = own
-            if _name(node) == "unfold" or _repeats(value):
+            if name_of(node) == "unfold" or _repeats(value):
                 return True
         node = node.all_input_nodes[0] if node.all_input_nodes else None
     return False

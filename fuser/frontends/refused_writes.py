@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from fuser.frontends.overlaps import name_of
 from fuser.passes.calls import value_of, writes
 from fuser.passes.classify import all_nodes
 from fuser.reasons import because
@@ -51,7 +52,7 @@ def _why_refused(node: fx.Node, asked: set[str]) -> str | None:
     """`asked`: calls that are not refused. An equal call is not made again, such as the counter of each batch norm."""
     tensors = [v for v in map(value_of, node.all_input_nodes) if v is not None]
     numbers = [a for a in (*node.args, *node.kwargs.values()) if type(a) in _KINDS]
-    if _name(node) in _CASTING or not tensors or not _are_plain(tensors) or not _may_be_refused(tensors, numbers):
+    if name_of(node) in _CASTING or not tensors or not _are_plain(tensors) or not _may_be_refused(tensors, numbers):
         return None
     form = str((node.target, [(t.dtype, t.dim()) for t in tensors], numbers))
     if form in asked:
@@ -62,7 +63,7 @@ def _why_refused(node: fx.Node, asked: set[str]) -> str | None:
     if error is None or _NOT_CAST not in str(error) and _error(node, values, tensors[0].dtype) is not None:
         return None
     says = (str(error).strip() or ".").splitlines()[0]
-    return because("eager_raises", f"{_name(node)} raises {type(error).__name__}: {says}")
+    return because("eager_raises", f"{name_of(node)} raises {type(error).__name__}: {says}")
 
 
 def _are_plain(tensors: list[torch.Tensor]) -> bool:
@@ -103,7 +104,3 @@ def _error(node: fx.Node, values: Any, dtype: torch.dtype | None) -> Exception |
     except Exception as error:
         return error
     return None
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))

@@ -251,7 +251,7 @@ def _is_particular(node: fx.Node) -> bool:
 def _is_wrong_last(node: fx.Node) -> bool:
     """Whether ATen's gradient of an average pool is wrong for channels-last images.
 
-    Its kernel for these takes padding for 0 on CUDA (torch 2.11). Kernels of the package are right, but where one cannot
+    Its kernel for these takes padding for 0 on CUDA (torch 2.11). Kernels of the package are right, but where none can
     be made, ATen runs.
     """
     value: Any = node.args[1].meta["val"]  # type: ignore[union-attr]
