@@ -49,7 +49,7 @@ READERS = frozenset(
         "native_layer_norm_backward nll_loss_backward nll_loss_forward norm prod smooth_l1_loss soft_margin_loss "
         "std_mean"
     ).split()
-) | {"fuser.max_pool_offsets", "fuser.max_pool_offsets_backward"}
+) | {"fuser.avg_pool2d_backward", "fuser.max_pool_offsets", "fuser.max_pool_offsets_backward"}
 _patched = forks.rlock()
 
 

@@ -77,7 +77,7 @@ def _gathered(ctx: LoweringContext, size: Sequence[Expr], w: Sliding, taken: Tak
     return ctx.pointwise(tuple(size), dtype, inner, ctx.order_of_meta())
 
 
-@lower("aten.avg_pool2d_backward", "aten.avg_pool3d_backward")
+@lower("aten.avg_pool2d_backward", "aten.avg_pool3d_backward", "fuser.avg_pool2d_backward")
 def lower_avg_pool_backward(
     ctx: LoweringContext, grad: TensorBox, x: TensorBox, kernel: Sequence[int], stride: Any, padding: Any, ceil: Any,
     include_pad: Any, divisor: int | None,

@@ -2,6 +2,9 @@
 
 ATen's returns the index in the image, 8 bytes each. `backward` is the gradient, which needs only the offsets. Windows
 extend along the last `len(kernel)` dims, two or three; an offset counts their elements in row-major order.
+
+`fuser::avg_pool2d_backward` is ATen's gradient of an average pool, computed in row-major order whatever the order of the
+images: ATen's kernel for channels-last images takes padding for 0 on CUDA (torch 2.11).
 """
 
 from __future__ import annotations
@@ -68,6 +71,28 @@ def _like(grad: torch.Tensor, size: Sizes, channels_last: bool) -> torch.Tensor:
     return torch.empty(size, dtype=grad.dtype, device=grad.device, memory_format=order or torch.contiguous_format)
 
 
+def _average_backward(
+    grad: torch.Tensor, x: torch.Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, ceil_mode: bool,
+    count_include_pad: bool, divisor_override: int | None,
+) -> torch.Tensor:  # fmt: skip
+    how = kernel, stride, padding, ceil_mode, count_include_pad, divisor_override
+    found = _aten.avg_pool2d_backward.default(grad.contiguous(), x.contiguous(), *how)
+    return found.contiguous(memory_format=_order_of(x))  # type: ignore[no-any-return]
+
+
+def _average_backward_meta(
+    grad: torch.Tensor, x: torch.Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, ceil_mode: bool,
+    count_include_pad: bool, divisor_override: int | None,
+) -> torch.Tensor:  # fmt: skip
+    return torch.empty_like(x, memory_format=_order_of(x))
+
+
+def _order_of(x: torch.Tensor) -> torch.memory_format:
+    """Channels-last memory if the images are in it, and row-major memory otherwise."""
+    last = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
+
+
 LIBRARY: Any = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define(
     "max_pool_offsets(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, "
@@ -77,7 +102,13 @@ LIBRARY.define(
     "max_pool_offsets_backward(Tensor grad, Tensor offsets, SymInt[] size, int[] kernel, int[] stride, int[] padding, "
     "int[] dilation, bool ceil_mode, bool channels_last) -> Tensor"
 )
+LIBRARY.define(
+    "avg_pool2d_backward(Tensor grad, Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil_mode, "
+    "bool count_include_pad, int? divisor_override) -> Tensor"
+)
 LIBRARY.impl("max_pool_offsets", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("max_pool_offsets", _forward_meta, "Meta")
 LIBRARY.impl("max_pool_offsets_backward", _backward, "CompositeExplicitAutograd")
 LIBRARY.impl("max_pool_offsets_backward", _backward_meta, "Meta")
+LIBRARY.impl("avg_pool2d_backward", _average_backward, "CompositeExplicitAutograd")
+LIBRARY.impl("avg_pool2d_backward", _average_backward_meta, "Meta")

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from fuser.errors import Unsupported
+from fuser.passes.calls import own_operator
 from fuser.passes.classify import Kind, classify, is_pointwise, is_view, is_write_back, tensors_of
 
 aten = torch.ops.aten
@@ -139,7 +140,9 @@ class Relayout:
         if not any(a in self.before for a in node.all_input_nodes) or is_write_back(node):
             return
         old = node.meta.get("val")
-        if _is_particular(node):
+        if node.target is aten.avg_pool2d_backward.default and _is_wrong_last(node):
+            node.target = own_operator("avg_pool2d_backward")
+        elif _is_particular(node):
             self._restore(node, node.all_input_nodes)
             return
         try:
@@ -243,16 +246,14 @@ def _is_particular(node: fx.Node) -> bool:
         return node.target is not operator.getitem
     if node.target.namespace not in _ANY_STRIDES or node.target is aten.as_strided.default:
         return True
-    if node.target is aten.avg_pool2d_backward.default and _is_wrong_last(node):
-        return True
     return is_view(node.target) and node.target.overloadpacket in (aten.view_as_real, aten.view_as_complex)
 
 
 def _is_wrong_last(node: fx.Node) -> bool:
     """Whether ATen's gradient of an average pool is wrong for channels-last images.
 
-    Its kernel for these takes padding for 0 on CUDA (torch 2.11). Kernels of the package are right, but where none can
-    be made, ATen runs.
+    Its kernel for these takes padding for 0 on CUDA (torch 2.11). The package's operator is right with a kernel and
+    without one.
     """
     value: Any = node.args[1].meta["val"]  # type: ignore[union-attr]
     return value.device.type == "cuda" and any(node.args[4])  # type: ignore[arg-type]
