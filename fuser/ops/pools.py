@@ -3,8 +3,8 @@
 ATen's returns the index in the image, 8 bytes each. `backward` is the gradient, which needs only the offsets. Windows
 extend along the last `len(kernel)` dims, two or three; an offset counts their elements in row-major order.
 
-`fuser::avg_pool2d_backward` is ATen's gradient of an average pool, computed in row-major order whatever the order of the
-images: ATen's kernel for channels-last images takes padding for 0 on CUDA (torch 2.11).
+`fuser::avg_pool2d_backward` is ATen's gradient of an average pool, computed in row-major order whatever the order of
+the images: ATen's kernel for channels-last images takes padding for 0 on CUDA (torch 2.11).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from fuser.passes.conv_orders import are_faster_last
 from fuser.passes.depthwise import is_depthwise
 from fuser.passes.example_sizes import by_example
 from fuser.passes.hints import are_numbers
-from fuser.passes.layouts import Relayout, writes_at_end
+from fuser.passes.layouts import Relayout, is_last, writes_at_end
 from fuser.passes.rounded_factors import HALVES, convolutions_take_tf32
 
 aten = torch.ops.aten
@@ -102,11 +102,7 @@ def _convert(walk: Relayout, node: fx.Node) -> bool:
     walk.update(node, *images, weight, *node.args[first + 2 :])
     found: Any = node.meta["val"]
     result = found[0] if first else found
-    return result is None or _is_last(result)
-
-
-def _is_last(value: torch.Tensor) -> bool:
-    return value.is_contiguous(memory_format=torch.channels_last)
+    return result is None or is_last(result)
 
 
 def _turned_weight(walk: Relayout, weight: Any) -> fx.Node:
@@ -114,7 +110,7 @@ def _turned_weight(walk: Relayout, weight: Any) -> fx.Node:
 
     Gradients copy it again: one copy for both would be kept from the forward to the backward.
     """
-    if _is_last(weight.meta["val"]):
+    if is_last(weight.meta["val"]):
         return weight  # type: ignore[no-any-return]
     return walk.call(aten.clone.default, weight, memory_format=torch.channels_last)
 

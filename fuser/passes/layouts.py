@@ -18,11 +18,13 @@ from torch.utils import _pytree as pytree
 
 from fuser.errors import Unsupported
 from fuser.passes.calls import own_operator
-from fuser.passes.classify import Kind, classify, is_pointwise, is_view, is_write_back, tensors_of
+from fuser.passes.classify import Kind, classify, is_pointwise, is_view, is_write_back, op_name, tensors_of
 
 aten = torch.ops.aten
 _ANY_STRIDES = ("aten", "prims", "mkldnn")
 _BATCH_NORMS = (aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit_functional.default)
+_POOLS = ("fuser.avg_pool2d_backward", "fuser.max_pool_offsets", "fuser.max_pool_offsets_backward")
+_LAST = 8  # the argument of `fuser::max_pool_offsets_backward` that says whether the result is in channels-last memory
 _FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
@@ -140,9 +142,7 @@ class Relayout:
         if not any(a in self.before for a in node.all_input_nodes) or is_write_back(node):
             return
         old = node.meta.get("val")
-        if node.target is aten.avg_pool2d_backward.default and _is_wrong_last(node):
-            node.target = own_operator("avg_pool2d_backward")
-        elif _is_particular(node):
+        if not _adapt(node) and _is_particular(node):
             self._restore(node, node.all_input_nodes)
             return
         try:
@@ -249,11 +249,24 @@ def _is_particular(node: fx.Node) -> bool:
     return is_view(node.target) and node.target.overloadpacket in (aten.view_as_real, aten.view_as_complex)
 
 
-def _is_wrong_last(node: fx.Node) -> bool:
-    """Whether ATen's gradient of an average pool is wrong for channels-last images.
+def _adapt(node: fx.Node) -> bool:
+    """Let a pool or its gradient follow its images' order. Returns whether the node is one that does.
 
-    Its kernel for these takes padding for 0 on CUDA (torch 2.11). The package's operator is right with a kernel and
-    without one.
+    ATen's gradient of a padded average pool takes padding for 0 on CUDA if the images are in channels-last memory
+    (torch 2.11). The package's operator is right with a kernel and without one.
     """
-    value: Any = node.args[1].meta["val"]  # type: ignore[union-attr]
-    return value.device.type == "cuda" and any(node.args[4])  # type: ignore[arg-type]
+    name = op_name(node.target)
+    if name == "aten.avg_pool2d_backward":
+        _, x, _, _, padding, *_ = node.args
+        if x.meta["val"].device.type == "cuda" and any(padding):  # type: ignore[union-attr, arg-type]
+            node.target = own_operator("avg_pool2d_backward")
+            return True
+    if name == "fuser.max_pool_offsets_backward":
+        offsets: Any = node.args[1].meta["val"]  # type: ignore[union-attr]
+        node.update_arg(_LAST, offsets.dim() == 4 and is_last(offsets))
+    return name in _POOLS
+
+
+def is_last(value: torch.Tensor) -> bool:
+    """Whether images are in channels-last memory."""
+    return value.is_contiguous(memory_format=torch.channels_last)

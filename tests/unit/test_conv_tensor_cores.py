@@ -117,7 +117,21 @@ def pieces(x, w, b, v):
     return aten.view.default(part, [2, 2, 4, 100]).softmax(1), y
 
 
-CONVERTED = {pieces: 1, epilogue: 1, two: 2, block: 2, upwards: 1, normalised: 1, gradients: 2}
+def pools(x, w, b, v):
+    """Pools of the same images, whose gradients are parts of one tensor's channels."""
+    y = conv(x, w, b).relu()
+    how = [3, 3], [1, 1], [1, 1], [1, 1], False
+    most, offsets = torch.ops.fuser.max_pool_offsets.default(y, *how)
+    mean = aten.avg_pool2d.default(most, [3, 3], [1, 1], [1, 1])
+    both = torch.cat([most, mean], 1).sigmoid()
+    first, second = (aten.slice.Tensor(both, 1, at, at + 16) for at in (0, 16))
+    grad = aten.avg_pool2d_backward.default(second, y, [3, 3], [1, 1], [1, 1], False, True, None)
+    back = torch.ops.fuser.max_pool_offsets_backward.default(first, offsets, y.shape, *how, False)
+    wide = aten.convolution.default(back + grad, v, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    return wide.relu(), back, grad
+
+
+CONVERTED = {pieces: 1, pools: 2, epilogue: 1, two: 2, block: 2, upwards: 1, normalised: 1, gradients: 2}
 
 
 @pytest.mark.parametrize("f", CONVERTED, ids=lambda f: f.__name__)
@@ -149,7 +163,7 @@ def traced_of_any_batch(f, *shapes):
         return make_fx(f)(*(torch.empty(s, device="cuda", dtype=torch.bfloat16) for s in sizes)), env
 
 
-@pytest.mark.parametrize("f", [f for f in CONVERTED if f is not pieces], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("f", [f for f in CONVERTED if f not in (pieces, pools)], ids=lambda f: f.__name__)
 def test_any_number_of_images(f):
     """The number of images stays free: no guard is added, and each value has the strides of the example."""
     module, env = traced_of_any_batch(f, *SHAPES)
