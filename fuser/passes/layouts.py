@@ -23,6 +23,18 @@ from fuser.passes.classify import Kind, classify, is_pointwise, is_view, is_writ
 aten = torch.ops.aten
 _ANY_STRIDES = ("aten", "prims", "mkldnn")
 _BATCH_NORMS = (aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit_functional.default)
+# Operators of given strides, and those that ATen's CUDA kernels refuse for some: attention wants neighbours in its last
+# dim, and the loss gives a gradient in row-major memory.
+_OWN_STRIDES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "as_strided nll_loss2d_backward _efficient_attention_backward _efficient_attention_forward "
+        "_flash_attention_backward _flash_attention_forward _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_flash_attention_backward"
+    ).split()
+)
 _POOLS = ("fuser.avg_pool2d_backward", "fuser.max_pool_offsets", "fuser.max_pool_offsets_backward")
 _LAST = 8  # the argument of `fuser::max_pool_offsets_backward` that says whether the result is in channels-last memory
 _FORMATS = (torch.contiguous_format, torch.channels_last)
@@ -244,7 +256,7 @@ def _is_particular(node: fx.Node) -> bool:
     """Whether a node may have another meaning, or fail, for other strides of its arguments."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is not operator.getitem
-    if node.target.namespace not in _ANY_STRIDES or node.target is aten.as_strided.default:
+    if node.target.namespace not in _ANY_STRIDES or op_name(node.target) in _OWN_STRIDES:
         return True
     return is_view(node.target) and node.target.overloadpacket in (aten.view_as_real, aten.view_as_complex)
 

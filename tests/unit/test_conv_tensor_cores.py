@@ -131,6 +131,23 @@ def pools(x, w, b, v):
     return wide.relu(), back, grad
 
 
+def over_channels(x, w, b, v):
+    """Attention between channels: neighbours in its last dim are those of row-major images."""
+    y = aten.max_pool2d_with_indices.default(conv(x, w, b).relu(), [2, 2], [2, 2])[0]
+    for _ in range(4):
+        y = aten.convolution.default(y, v, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1).relu()
+    q = aten.view.default(y, [2, 2, 8, 25])
+    return aten._scaled_dot_product_efficient_attention.default(q, q, q, None, False)[0], q
+
+
+def test_operators_that_refuse_strides_get_their_own():
+    module = traced(over_channels, *SHAPES)
+    assert tensor_cores_channels_last(module) == 5
+    target = aten._scaled_dot_product_efficient_attention.default
+    node = next(n for n in module.graph.nodes if n.target is target)
+    assert all(a.meta["val"].is_contiguous() for a in node.all_input_nodes)
+
+
 CONVERTED = {pieces: 1, pools: 2, epilogue: 1, two: 2, block: 2, upwards: 1, normalised: 1, gradients: 2}
 
 
