@@ -25,9 +25,10 @@ def persistent(length: int, elements: int, warps: int) -> dict[str, Any]:
 def columns(length: int, results: int, warps: int) -> dict[str, Any]:
     """The same for columns."""
     return {
-        "PERSISTENT_COLUMNS": tuple(
-            (n, results, warps) if n == length else (n, r, w) for n, r, w in tiles.PERSISTENT_COLUMNS
-        )
+        "PERSISTENT_COLUMNS": {
+            size: tuple((n, results, warps) if n == length else (n, r, w) for n, r, w in table)
+            for size, table in tiles.PERSISTENT_COLUMNS.items()
+        }
     }
 
 
@@ -56,7 +57,9 @@ def candidates(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             for programs in (512, 1056, 2112):
                 new: dict[str, Any] = {
                     "LOOPED_COLUMNS": dict.fromkeys((1, 2, 4, 8), Tile(a, b, warps)),
+                    "SPLIT_COLUMNS": dict.fromkeys((1, 2, 4, 8), Tile(a, b, warps)),
                     "SPLIT_PROGRAMS": dict.fromkeys((1, 2, 4, 8), programs),
+                    "COLUMN_PROGRAMS": dict.fromkeys((1, 2, 4, 8), programs),
                 }
                 if "full" in name:
                     new["LOOPED_ROW"] = Tile(1, a * b, warps)

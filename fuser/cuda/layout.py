@@ -167,10 +167,10 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
     n = product(a.size for a in reduced)
     loads = sum(1 for i, r in enumerate(plan.rows) if r.op == "load" and plan.varies[i] & {a.sym for a in reduced})
     if column:
-        tile = tiles.persistent_column(ctx.hint(n))
+        tile = tiles.persistent_column(ctx.hint(n), narrowest(plan))
         table = tiles.SPLIT_COLUMNS if loop else tiles.LOOPED_COLUMNS
         looped, least = table[narrowest(plan)], tiles.SHORTEST_COLUMN
-        longest = tiles.PERSISTENT_COLUMNS[-1][0]
+        longest = tiles.LONGEST_COLUMN
     else:
         tile = tiles.persistent_row(ctx.hint(n), max(loads, 1), _persistent_table(plan, loads), narrowest(plan))
         again = tiles.LOOPED_ROW_DOUBLE if _reduces_double(plan) else tiles.LOOPED_ROW_AGAIN

@@ -106,7 +106,7 @@ def _cut(plan: KernelPlan, ctx: Context) -> Cut:
 
 def _uncut(plan: KernelPlan, ctx: Context) -> Cut:
     """The cut of reductions that depend on each other: not split; long columns of one tensor are loaded ahead."""
-    n, longest = product(a.size for a in plan.reduced_axes), tiles.PERSISTENT_COLUMNS[-1][0]
+    n, longest = product(a.size for a in plan.reduced_axes), tiles.LONGEST_COLUMN
     if not is_column(plan) or ctx.hint(n) <= longest or len(_read(plan)) != 1:
         return Cut(False)
     several = _takes_registers(plan)
@@ -178,7 +178,8 @@ def split(
     nest.dtypes.update(dtypes)
     _write_partial(nest, chunks, result_address(plan, results), name, how)
     combined = combine_plan(plan, chunks, results, name, dtypes)
-    rest = Nest(combined, f"{name}_combine", ctx, _combine_layout(combined, longest, layout if in_one else None))
+    then = _combine_layout(combined, longest, narrowest(plan), layout if in_one else None)
+    rest = Nest(combined, f"{name}_combine", ctx, then)
     if in_one:
         counters = Partial(f"{name}_arrived", torch.int32, nest.units(), counters=True)
         partials.append(counters)
@@ -191,15 +192,20 @@ def split(
 
 def _chunks(plan: KernelPlan, how: Cut, inner: Dim) -> tuple[Expr, int]:
     """The number of chunks, and its upper bound over all sizes."""
+    column = is_column(plan)
     if how.ahead is not None:
         units, wanted = programs(plan, how.ahead.tile.outer), expr(how.ahead.programs)
         longest = tiles.power_of_two(how.ahead.programs)
+    elif column:
+        units = programs(plan, tiles.SPLIT_COLUMNS[narrowest(plan)].outer)
+        wanted, longest = expr(tiles.COLUMN_PROGRAMS[narrowest(plan)]), tiles.MOST_CHUNKS
     else:
         units, longest = programs(plan), tiles.MOST_CHUNKS
         much = floordiv(product(a.size for a in plan.axes), expr(tiles.SPLIT_ELEMENTS))
         wanted = minimum(maximum(much, tiles.FEWEST_PROGRAMS), tiles.SPLIT_PROGRAMS[narrowest(plan)])
     most = minimum(maximum(floordiv(wanted, units), ONE), expr(longest))
-    return minimum(blocks(inner.size, inner.block), most), longest
+    least = inner.block * tiles.LEAST_STEPS if column else inner.block
+    return minimum(blocks(inner.size, least), most), longest
 
 
 def unsplit(plan: KernelPlan, name: str, ctx: Context) -> tuple[Function, tuple[Guard, ...]]:
@@ -237,16 +243,17 @@ def _in_one(nest: Nest, rest: Nest, chunks: Expr, counters: Partial) -> Function
     return dataclasses.replace(made, helpers=(rest.text(rest.name, ["tile", *names]),))
 
 
-def _combine_layout(plan: KernelPlan, longest: int, first: Layout | None) -> Layout:
+def _combine_layout(plan: KernelPlan, longest: int, itemsize: int, first: Layout | None) -> Layout:
     """The layout for combining: a row's chunks, at most `longest`, at once; for neighbouring results, a loop over
-    chunks. `first`: the layout of the programs that continue, whose tiles are kept."""
+    chunks. `first`: the layout of the programs that continue, whose tiles are kept. `itemsize`: bytes of the narrowest
+    element that is reduced."""
     kept, reduced = [a for a in plan.axes if not a.reduced], list(plan.reduced_axes)
     if not is_column(plan):
         return Layout(kept, [Dim(reduced, longest, "r", whole=True)], first.warps if first else 4)
     tile = tiles.COMBINE_COLUMNS
     if first is not None:
         width = first.dims[0].block
-        tile = tiles.Tile(width, tiles.COMBINE_IN_ONE * max(tiles.COMBINE_COLUMNS.outer // width, 1), first.warps)
+        tile = tiles.Tile(width, max(tiles.COMBINE_IN_ONE[itemsize] // width, 16), first.warps)
     outer = [a for a in kept if a.sym == plan.vector]
     scalars = [a for a in kept if a.sym != plan.vector]
     return Layout(scalars, [Dim(outer, tile.outer, "x"), Dim(reduced, tile.inner, "r", loop=True)], tile.warps)

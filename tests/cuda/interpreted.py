@@ -303,7 +303,7 @@ def small_columns() -> None:
     """Columns of more than 16 elements are long, and a step takes 32 of them."""
     small_steps()
     tiles.AHEAD_ODD_COLUMNS = dict.fromkeys((1, 2, 4, 8), tiles.Ahead(tiles.Tile(16, 32, 1), 8))
-    tiles.PERSISTENT_COLUMNS = ((16, 8, 1),)
+    tiles.PERSISTENT_COLUMNS, tiles.LONGEST_COLUMN = dict.fromkeys((1, 2, 4, 8), ((16, 8, 1),)), 16
     tiles.AHEAD_WHOLE_COLUMNS = tuple((n, dict.fromkeys((1, 2, 4, 8), 16), 1) for n, _, _ in tiles.AHEAD_WHOLE_COLUMNS)
     tiles.SPLIT_COLUMN_FROM, tiles.MOST_CHUNKS = 65, 4
 
