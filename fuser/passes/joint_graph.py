@@ -52,5 +52,9 @@ JOINT_GRAPH: tuple[Pass, ...] = (
         device=_CUDA,
     ),
     Pass("depthwise_by_kernels", later("depthwise", "depthwise_by_kernels"), calls=_CONVOLUTION, device=_CUDA),
+    Pass(
+        "depthwise_gradients", later("depthwise_gradients", "depthwise_gradients"), calls="aten.convolution_backward",
+        device=_CUDA,
+    ),
     Pass("decompose_norms", later("norm_results", "decompose_norms"), calls=_NORMS),
 )

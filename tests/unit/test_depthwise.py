@@ -14,7 +14,7 @@ import fuser
 import fuser.ops
 from fuser import config
 from fuser.interface import kernel_spec
-from fuser.passes import conv_orders, depthwise
+from fuser.passes import conv_orders, depthwise, depthwise_gradients
 from fuser.passes.conv_tensor_cores import tensor_cores_channels_last
 from fuser.passes.depthwise import depthwise_by_kernels
 from fuser.passes.grouping import group_nodes
@@ -192,3 +192,48 @@ def test_the_race_runs_one_convolution() -> None:
     behind = *behind, [True, True, True]
     found = conv_orders.runs_of((2, 8, 6, 6), (4, 4, 3, 3), torch.float32, True, behind, (2, 4, 6, 6), "cpu")
     assert [[g.shape[0] for g in run()] for run in found.values()] == [[2, 4, 4]] * 2
+
+def with_gradients(padding, mask=(True, True, False)):
+    def f(g, x, w):
+        how = None, [1, 1], [padding] * 2, [1, 1], False, [0, 0], x.shape[1], list(mask)
+        found = aten.convolution_backward.default(g, x, w, *how)
+        return [t.sin() for t in found if t is not None]
+
+    return f
+
+
+GRADIENTS = {
+    "halves": ((3, torch.bfloat16, {}), True),
+    "halves, long windows": ((7, torch.float16, {}), True),
+    "float32": ((3, torch.float32, {}), True),
+    "float32, long windows": ((5, torch.float32, {}), False),
+    "double": ((3, torch.float64, {}), False),
+    "no padding": ((3, torch.bfloat16, {"padding": 0}), False),
+    "images alone": ((3, torch.bfloat16, {"mask": (True, False, False)}), True),
+    "filters alone": ((3, torch.bfloat16, {"mask": (False, True, False)}), False),
+    "row-major": ((3, torch.bfloat16, {"last": False}), False),
+    "odd channels": ((3, torch.bfloat16, {"channels": 20}), False),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_images_are_convolutions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (k, dtype, more), changes = GRADIENTS[name]
+    monkeypatch.setattr(depthwise_gradients, "_LEAST", 1)
+    channels, padding = more.get("channels", 24), more.get("padding", k // 2)
+    mask = more.get("mask", (True, True, False))
+    form = torch.channels_last if more.get("last", True) else torch.contiguous_format
+    f = with_gradients(padding, mask)
+    grown = 2 * padding - k + 1
+    sizes = (2, channels, 9 + grown, 10 + grown), (2, channels, 9, 10), (channels, 1, k, k)
+    with FakeTensorMode():
+        module = make_fx(f)(*(torch.empty(s, device="cuda", dtype=dtype, memory_format=form) for s in sizes))
+    strides = [n.meta["val"].stride() for n in module.graph.output_node().all_input_nodes]
+    assert depthwise_gradients.depthwise_gradients(module) == changes
+    module.graph.lint()
+    assert [n.meta["val"].stride() for n in module.graph.output_node().all_input_nodes] == strides
+    targets = [n.target for n in module.graph.nodes]
+    assert (aten.convolution.default in targets) == changes
+    args = [torch.randn(s, dtype=torch.float32).contiguous(memory_format=form) for s in sizes]
+    for got, want in zip(torch.fx.Interpreter(module).run(*args), f(*args), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
