@@ -202,38 +202,41 @@ def with_gradients(padding, mask=(True, True, False)):
     return f
 
 
+IMAGES, FILTERS = "images", "filters"
 GRADIENTS = {
-    "halves": ((3, torch.bfloat16, {}), True),
-    "halves, long windows": ((7, torch.float16, {}), True),
-    "float32": ((3, torch.float32, {}), True),
-    "float32, long windows": ((5, torch.float32, {}), False),
-    "double": ((3, torch.float64, {}), False),
-    "no padding": ((3, torch.bfloat16, {"padding": 0}), False),
-    "images alone": ((3, torch.bfloat16, {"mask": (True, False, False)}), True),
-    "filters alone": ((3, torch.bfloat16, {"mask": (False, True, False)}), False),
-    "row-major": ((3, torch.bfloat16, {"last": False}), False),
-    "odd channels": ((3, torch.bfloat16, {"channels": 20}), False),
+    "halves": (3, torch.bfloat16, {}, IMAGES),
+    "halves, long windows": (7, torch.float16, {}, IMAGES),
+    "float32": (3, torch.float32, {}, IMAGES),
+    "float32, windows of 5x5": (5, torch.float32, {}, ""),
+    "float32, windows of 7x7": (7, torch.float32, {}, FILTERS),
+    "float32, filters alone": (7, torch.float32, {"mask": (False, True, False)}, FILTERS),
+    "double": (3, torch.float64, {}, ""),
+    "no padding": (3, torch.bfloat16, {"padding": 0}, ""),
+    "images alone": (3, torch.bfloat16, {"mask": (True, False, False)}, IMAGES),
+    "filters alone": (3, torch.bfloat16, {"mask": (False, True, False)}, ""),
+    "row-major": (3, torch.bfloat16, {"last": False}, ""),
+    "odd channels": (3, torch.bfloat16, {"channels": 20}, ""),
 }
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_of_images_are_convolutions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (k, dtype, more), changes = GRADIENTS[name]
+def test_gradients_by_faster_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    k, dtype, more, changed = GRADIENTS[name]
     monkeypatch.setattr(depthwise_gradients, "_LEAST", 1)
     channels, padding = more.get("channels", 24), more.get("padding", k // 2)
-    mask = more.get("mask", (True, True, False))
     form = torch.channels_last if more.get("last", True) else torch.contiguous_format
-    f = with_gradients(padding, mask)
+    f = with_gradients(padding, more.get("mask", (True, True, False)))
     grown = 2 * padding - k + 1
     sizes = (2, channels, 9 + grown, 10 + grown), (2, channels, 9, 10), (channels, 1, k, k)
     with FakeTensorMode():
         module = make_fx(f)(*(torch.empty(s, device="cuda", dtype=dtype, memory_format=form) for s in sizes))
     strides = [n.meta["val"].stride() for n in module.graph.output_node().all_input_nodes]
-    assert depthwise_gradients.depthwise_gradients(module) == changes
+    assert depthwise_gradients.depthwise_gradients(module) == bool(changed)
     module.graph.lint()
     assert [n.meta["val"].stride() for n in module.graph.output_node().all_input_nodes] == strides
     targets = [n.target for n in module.graph.nodes]
-    assert (aten.convolution.default in targets) == changes
+    assert (aten.convolution.default in targets) == (changed == IMAGES)
+    assert targets.count(aten.clone.default) == 2 * (changed == FILTERS)
     args = [torch.randn(s, dtype=torch.float32).contiguous(memory_format=form) for s in sizes]
     for got, want in zip(torch.fx.Interpreter(module).run(*args), f(*args), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
