@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import TypeVar
 
@@ -220,14 +220,21 @@ def _reads_many(node: Node, many: int) -> bool:
 def _read_along(kernel: Kernel, matching: Matching, memory: Memory, n: Mapping[Sym, int]) -> set[Sym | None]:
     """The axes along which a kernel's large operands are contiguous; None is there for those that are not."""
     points, read = math.prod(n.values()), set()
-    for other in kernel.nodes:
-        places = {v: substitute(e, matching.axis_splits) for v, e in kernel.maps[other.name].items()}
-        for r in other.rows:
-            if r.op == "load" and r.attr[0] in memory.strides and r.attr[0] not in kernel.produced:
-                address = _address(r.attr[1], memory.strides[r.attr[0]], places)
-                if 8 * math.prod(size for a, size in n.items() if a in symbols(address)) >= points:
-                    read.add(_runs_along(address, n))
+    for _, name, address in _loads(kernel, memory, matching.axis_splits):
+        if name not in kernel.produced:
+            if 8 * math.prod(size for a, size in n.items() if a in symbols(address)) >= points:
+                read.add(_runs_along(address, n))
     return read
+
+
+def _loads(kernel: Kernel, memory: Memory, splits: Mapping[Sym, Expr]) -> Iterator[tuple[Node, str, Expr]]:
+    """Each load of a kernel: its node, the tensor, and the address in the kernel's axes, which `splits` cuts."""
+    for node in kernel.nodes:
+        own = kernel.maps[node.name]
+        places = {v: substitute(e, splits) for v, e in own.items()} if splits else own
+        for row in node.rows:
+            if row.op == "load" and row.attr[0] in memory.strides:
+                yield node, row.attr[0], _address(row.attr[1], memory.strides[row.attr[0]], places)
 
 
 def _address(index: tuple[Expr, ...], stride: tuple[Expr, ...], places: Mapping[Sym, Expr]) -> Expr:
@@ -277,26 +284,17 @@ def _few_long_rows(ctx: LoweringContext, kernel: Kernel, memory: Memory) -> bool
 
 def _reads_several(kernel: Kernel, memory: Memory) -> bool:
     """Whether a kernel's loops read several tensors along the reduced axes and another axis."""
-    found, kept = set(), set(kernel.axes.order) - kernel.reduced
-    for node in kernel.nodes:
-        for row in node.rows:
-            if row.op == "load" and row.attr[0] in memory.strides and row.attr[0] not in kernel.produced:
-                own = symbols(_address(row.attr[1], memory.strides[row.attr[0]], kernel.maps[node.name]))
-                if own & kernel.reduced and own & kept:
-                    found.add(row.attr[0])
-    return len(found) > 1
+    kept = set(kernel.axes.order) - kernel.reduced
+    read = ((name, symbols(address)) for _, name, address in _loads(kernel, memory, {}))
+    return len({name for name, own in read if own & kernel.reduced and own & kept} - set(kernel.produced)) > 1
 
 
 def _columns(kernel: Kernel, memory: Memory) -> tuple[Sym | None, int]:
     """The kept axis along which the first reduced tensor is contiguous, if any, and the tensor's bytes per element."""
-    for node in kernel.nodes:
-        for row in node.rows if node.is_reduction else ():
-            if row.op != "load" or row.attr[0] not in memory.strides:
-                continue
-            address = _address(row.attr[1], memory.strides[row.attr[0]], kernel.maps[node.name])
-            if any(coefficient(address, a) != ZERO for a in kernel.reduced):
-                along = next((a for a in kernel.axes.order if coefficient(address, a) == ONE), None)
-                return along, memory.dtypes[row.attr[0]].itemsize
+    for node, name, address in _loads(kernel, memory, {}):
+        if node.is_reduction and any(coefficient(address, a) != ZERO for a in kernel.reduced):
+            along = next((a for a in kernel.axes.order if coefficient(address, a) == ONE), None)
+            return along, memory.dtypes[name].itemsize
     return None, 1
 
 
