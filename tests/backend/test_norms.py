@@ -258,7 +258,8 @@ def test_long_rows_have_a_kernel_of_their_own(name):
     for n in (12, 10, 2, 3, 300, 1000, 64, 12, 9):
         x = torch.randn(400, n)
         torch.testing.assert_close(handle(x), fn[name](x))
-    assert len(spec.store.kernels) == 2, [k.name for k in spec.store.kernels]
+    # Rows of 2 and of 3 are written out; those of 8 to 31 and longer ones have a loop each.
+    assert len(spec.store.kernels) == 4, [k.name for k in spec.store.kernels]
     no_fallback(spec)
 
 
