@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fuser.frontends.replay import Replay
+from fuser.frontends.unused_results import leaving_none, untold_when_traced
 
 _log = logging.getLogger(__name__)
 _said = False
@@ -26,12 +27,14 @@ _MOST_VIEWS = 64  # most view nodes between a result and its base
 
 
 def differentiable_twice(
-    function: Function, replay: Replay, outputs: Sequence[Any] = (), changed: Sequence[int] = ()
-) -> Function:
+    function: Function, replay: Replay, outputs: Sequence[Any] = (), changed: Sequence[int] = (),
+    reached: Sequence[int] = (), gradients: Sequence[int] = (),
+) -> Function:  # fmt: skip
     """A compiled function whose backward can be differentiated, by the graph of `replay`.
 
     `outputs`: AOTAutograd's record of each result, which may be a view; empty if none is. `changed`: the inputs whose
-    new content is the first results of AOTAutograd's function.
+    new content is the first results of AOTAutograd's function. `reached`: for each input the results that depend on
+    it, as bits. `gradients`: the results whose gradients AOTAutograd's backward reads.
     """
     note = replay.note
     own = [i for i, info in enumerate(outputs) if _type_of(info) not in _OF_INPUTS]
@@ -49,8 +52,10 @@ def differentiable_twice(
             if node is not None:
                 made_by = type(node)._forward_cls
                 if not hasattr(made_by, "fuser_backward"):
-                    _extend(made_by, replay, views, changed)
+                    _extend(made_by, replay, views, changed, reached, gradients)
                 node.fuser_inputs = noted
+                if gradients:
+                    node.set_materialize_grads(False)
                 break
         return results
 
@@ -70,18 +75,29 @@ def _compiled_node(node: Any) -> Any:
     return None
 
 
-def _extend(made_by: Any, replay: Replay, views: Sequence[int], changed: Sequence[int]) -> None:
-    """Let the class of AOTAutograd's function handle backwards that are to be differentiated."""
+def _extend(
+    made_by: Any, replay: Replay, views: Sequence[int], changed: Sequence[int],
+    reached: Sequence[int], gradients: Sequence[int],
+) -> None:  # fmt: skip
+    """Let the class of AOTAutograd's function handle backwards that are to be differentiated, and missing gradients."""
     from torch._dynamo import disable
 
     compiled = made_by.backward
+    boxed = bool(getattr(made_by, "boxed_grads_call", False))
+
+    def once(ctx: Any, grads: Any) -> Any:
+        return compiled(ctx, grads) if boxed else compiled(ctx, *grads)
+
+    if gradients:
+        once = leaving_none(once, reached, gradients, lambda _: False)
+        untold_when_traced(made_by)
 
     @disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         inputs = getattr(ctx, "fuser_inputs", None)
         flat = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else grads
         if inputs is None or not (torch.is_grad_enabled() or any(map(is_batched, flat))):
-            return compiled(ctx, *grads)
+            return once(ctx, flat)
         return by_eager(replay, ctx, inputs, flat, views, changed)
 
     made_by.fuser_backward = True

@@ -24,6 +24,7 @@ from fuser.frontends.functional import Compiled
 from fuser.frontends.program import Program
 from fuser.frontends.replay import Replay
 from fuser.frontends.training import Training
+from fuser.frontends.unused_results import has_gradient, leaving_none, untold_when_traced
 from fuser.passes.classify import is_view
 from fuser.runtime.memory import Tally
 
@@ -95,13 +96,15 @@ class _Node:
         self.returned, saved = results[:returned], results[returned:]
         self.saved = [n for n in saved if _is_tensor(n)]
         self.sizes = [n for n in saved if not _is_tensor(n)]
-        self.differentiated = [i for i, info in enumerate(self.meta.output_info) if _is_differentiated(info)]
+        self.differentiated = [i for i, info in enumerate(self.meta.output_info) if has_gradient(info)]
+        self.of_some = leaving_none(self._first_backward, steps.reached, self.differentiated, self._is_by_eager)
         made: Any = types.new_class("CompiledFunction", (made_by,))
         self.cls = made
         self.cls.forward = staticmethod(steps.under_options("forward", self._forward(forward.program)))
         node: Any = self.cls._backward_cls
         node.symints, node._tensors_no_vc_check, node.opaque_objects = (), [], ()
-        self._take_backward(lambda ctx, grads: self._first_backward(ctx, grads))  # a function, which becomes a method
+        untold_when_traced(made)
+        self._take_backward(self.of_some)
         apply: Function = super(AutogradFunction, self.cls).apply  # type: ignore[misc]
         dead = [i for i, info in enumerate(self.meta.input_info) if info.requires_grad and i in steps.dead]
         self.apply = detaching(apply, dead) if dead else apply
@@ -151,6 +154,7 @@ class _Node:
         if fixed:
             lines.append(f"CTX.non_differentiable = ({''.join(name(n) + ', ' for n in fixed)})")
             lines.append("CTX._materialize_non_diff_grads = False")
+        lines.append("CTX.materialize_grads = False")
         lines.append(f"return ({''.join(name(n) + ', ' for n in self.returned)})")
         return program.compile_as([f"def forward({', '.join(['CTX', *inputs])}):"], lines)
 
@@ -178,6 +182,14 @@ class _Node:
             self.cls.backward, node.apply_boxed, node.apply = staticmethod(function), function, apply
         else:
             self.cls.backward, node.apply = staticmethod(apply), apply
+
+    def _is_by_eager(self, grads: Sequence[Any]) -> bool:
+        """Whether eager computes the gradients, with a graph of their own or many at once."""
+        return self.replay is not None and (
+            torch.is_grad_enabled()
+            or _C._are_functorch_transforms_active()
+            or any(map(higher_order.is_batched, grads))
+        )
 
     def _first_backward(self, ctx: Any, grads: list[Any]) -> Any:
         """Run a backward before ours is known: AOTAutograd compiles it, or has done so in the meantime."""
@@ -224,6 +236,9 @@ class _Node:
             f"if {' or '.join(asked)}:",
             f"    return {bind(self._again, 'again')}(CTX, GRADS)",
         ]
+        if self.differentiated:
+            missing = " or ".join(f"GRADS[{i}] is None" for i in self.differentiated)
+            lines += [f"if {missing}:", f"    return {bind(self.of_some, 'of_some')}(CTX, GRADS)"]
         if sequence is not None:
             lines.append(f"INPUTS = [{'*CTX.symints, ' if n else ''}{'*CTX.saved_tensors' if m > n else ''}]")
         else:
@@ -331,12 +346,6 @@ def _refuse_deterministic() -> None:
 
 def _is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _is_differentiated(info: Any) -> bool:
-    """Whether an output's gradient is an input of the backward."""
-    needed = getattr(info, "requires_grad_for_backward", info.requires_grad)
-    return bool(needed) and issubclass(info.raw_type, torch.Tensor)
 
 
 def _is_known(made_by: Any, meta: Any) -> bool:
