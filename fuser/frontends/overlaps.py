@@ -22,11 +22,12 @@ import torch
 from torch import fx
 
 from fuser.passes.calls import value_of, writes
+from fuser.passes.classify import has_gaps
 from fuser.passes.hints import size_hint
 from fuser.reasons import because
 
 THROUGH = because("not_traced", "it writes through expand or unfold, whose writes are not traced right")
-BY_OFFSET = because("not_traced", "it reads an input by offsets behind a write, and the traced content lies elsewhere")
+BY_OFFSET = because("not_traced", "it reads a written input by offsets, and the traced content is not in its memory")
 REASON = because("not_traced", "an input that is written overlaps another one in memory")
 Function = Callable[..., Any]
 Span = tuple[int, int, int]  # first byte, one past the last, number of the tensor
@@ -82,23 +83,26 @@ def writes_through(writers: Iterable[fx.Node]) -> bool:
 
 
 def reads_written_by_offset(graph: fx.Graph) -> bool:
-    """Whether `as_strided` of dynamo's graph may see an input that was written and does not begin its memory.
+    """Whether `as_strided` of Dynamo's graph sees memory of an input that is written and does not fill its memory.
 
-    Its offset counts from the beginning of the memory. AOTAutograd takes the offset in the new content, a tensor of
-    its own that begins at 0.
+    Its offset counts from the beginning of the memory, and it sees elements between those of the input. AOTAutograd
+    takes the offset in the new content, a tensor of its own, and copies only the input's own elements back.
     """
-    if not any(_is_by_offset(n) for n in graph.nodes):
+    readers = [n for n in graph.nodes if _is_by_offset(n)]
+    if not readers:
         return False
     values = [value_of(n) for n in graph.nodes if n.op == "placeholder"]
-    inputs = {v.untyped_storage()._cdata for v in values if v is not None and not _begins(v)}
-    written: set[int] = set()
-    for node in graph.nodes:
-        seen = [v.untyped_storage()._cdata for v in map(value_of, node.all_input_nodes[:1]) if v is not None]
-        if _is_by_offset(node) and not written.isdisjoint(seen):
-            return True
-        if writes(node):
-            written.update(inputs.intersection(seen))
-    return False
+    inputs = {_memory(v) for v in values if v is not None and not _fills(v)}
+    seen = inputs & {memory for n in readers for memory in _memories(n)}
+    return bool(seen) and any(writes(n) and not seen.isdisjoint(_memories(n)) for n in graph.nodes)
+
+
+def _memory(value: torch.Tensor) -> int:
+    return int(value.untyped_storage()._cdata)
+
+
+def _memories(node: fx.Node) -> set[int]:
+    return {_memory(v) for v in map(value_of, node.all_input_nodes) if v is not None}
 
 
 def name_of(node: fx.Node) -> str:
@@ -110,10 +114,10 @@ def _is_by_offset(node: fx.Node) -> bool:
     return name_of(node).startswith("as_strided")
 
 
-def _begins(value: torch.Tensor) -> bool:
-    """Whether a tensor's first element is the first of its memory, in each call of the graph."""
+def _fills(value: torch.Tensor) -> bool:
+    """Whether a tensor's elements are its whole memory, in each call of the graph."""
     offset = value.storage_offset()
-    return isinstance(offset, int) and offset == 0
+    return isinstance(offset, int) and offset == 0 and not has_gaps(value)
 
 
 def _is_through(node: fx.Node | None) -> bool:

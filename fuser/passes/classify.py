@@ -66,7 +66,8 @@ _BY_ARGUMENTS = frozenset(
     "aten._adaptive_avg_pool2d aten._adaptive_avg_pool3d aten.logspace".split()
 )
 # Calls that address elements by their offset in memory.
-_BY_PLACE = (aten.as_strided.default, aten.as_strided_scatter.default)
+BY_PLACE = (aten.as_strided.default, aten.as_strided_scatter.default)
+_SCATTERS = frozenset({aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter})
 # Library calls, which are never lowered: own kernels would be slower.
 _LIBRARY_OPS = (
     "aten.mm aten.addmm aten._addmm_activation aten.bmm aten.baddbmm aten.matmul aten.linear aten.mv aten.dot "
@@ -322,21 +323,27 @@ def _extern_reason(node: fx.Node) -> str | None:
         reason = _tensor_reason(t)
         if reason is not None:
             return reason
-    if _is_read_by_place(node) and any(map(_has_gaps, results)):
+    copied = args[:1] if is_scatter(target) else ()
+    if _is_read_by_place(node) and any(map(has_gaps, (*copied, *results))):
         return because("layout", "as_strided reads its memory, which has gaps that a kernel's results have not")
     known = _device_reason([*args, *results]) or compiler.why_not_on(op_name(target), results[0].device.type)
     return known or _argument_reason(node)
 
 
-def _has_gaps(t: torch.Tensor) -> bool:
+def has_gaps(t: torch.Tensor) -> bool:
     """Whether a tensor's storage is larger than its elements, as of a slice."""
     memory, own = t.untyped_storage().nbytes(), t.numel() * t.dtype.itemsize
     return type(memory) is not int or type(own) is not int or memory != own  # a symbolic size is not known
 
 
+def is_scatter(target: Any) -> bool:
+    """Whether a call's result is its first argument with another part, with the same offset, strides and gaps."""
+    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket in _SCATTERS
+
+
 def _is_read_by_place(node: fx.Node) -> bool:
     """Whether some call addresses the node's elements by their offset in memory, directly or through views."""
-    return any(_viewed(n) is node for t in _BY_PLACE for n in node.graph.find_nodes(op="call_function", target=t))
+    return any(_viewed(n) is node for t in BY_PLACE for n in node.graph.find_nodes(op="call_function", target=t))
 
 
 def _viewed(reader: fx.Node) -> Any:

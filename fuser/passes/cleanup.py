@@ -10,14 +10,18 @@ import torch
 from torch import fx
 
 from fuser.passes.calls import put_for
-from fuser.passes.classify import is_ordered, is_view, is_write, is_write_back, qualified_name
+from fuser.passes.classify import BY_PLACE, is_ordered, is_scatter, is_view, is_write, is_write_back, qualified_name
 
 aten = torch.ops.aten
 
 
 def reaches_output(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose memory a result of the graph may share: the results, and the sources of their views and items."""
-    found: set[fx.Node] = set()
+    """The nodes whose memory a result of the graph may share: the results, and the sources of their views and items.
+
+    So are those of which `as_strided` reads elements by their offset in memory: it sees whether a value has memory of
+    its own.
+    """
+    found = _read_by_offset(graph)
     stack = list(graph.output_node().all_input_nodes)
     while stack:
         node = stack.pop()
@@ -26,6 +30,23 @@ def reaches_output(graph: fx.Graph) -> set[fx.Node]:
         found.add(node)
         if is_view(node.target) or node.target is operator.getitem:
             stack.extend(node.all_input_nodes)
+    return found
+
+
+def _read_by_offset(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose memory `as_strided` and its scatter read, up to those that have it.
+
+    A scatter's result has the offset and the gaps of the tensor that it copies.
+    """
+    found: set[fx.Node] = set()
+    stack: list[Any] = [n.args[0] for t in BY_PLACE for n in graph.find_nodes(op="call_function", target=t)]
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, fx.Node) or node in found:
+            continue
+        found.add(node)
+        if is_view(node.target) or node.target is operator.getitem or is_scatter(node.target):
+            stack.append(node.args[0])
     return found
 
 

@@ -22,7 +22,6 @@ PART_OF: dict[Any, Any] = {
     aten.diagonal_scatter.default: aten.diagonal.default,
 }
 PARTS = frozenset(PART_OF.values())
-_BY_OFFSETS = (aten.as_strided.default, aten.as_strided_scatter.default)
 Part = tuple[Any, ...]  # the view, and its arguments; those of a slice or select are spelled in one way
 
 
@@ -83,7 +82,7 @@ def _span(part: Part) -> range | None:
 def _read(view: fx.Node) -> int:
     """Replace a view of a written tensor by the value that was written there, unless a later write may overlap it."""
     part, source = _part(view), view.args[0]
-    if part is None or not view.users or any(u.target in _BY_OFFSETS for u in view.users):
+    if part is None or not view.users:
         return 0
     while isinstance(source, fx.Node) and source.target in PART_OF:
         written, older, value = _part(source), source.args[0], source.args[1]
