@@ -3,6 +3,10 @@
 A contestant's time is its fastest sample; to replace the incumbent, its median has to be smaller, too. A contestant
 that raises or gives another result is left out, with the reason. If memory does not suffice, the incumbent stays, and
 nothing is kept on disk.
+
+The clock is this thread's CPU time if libraries use one thread: calls that wait for a processor then take no longer.
+With several threads it is the wall clock, and calls that were stalled are timed again. Of calls that take long, the
+one that gives the result to compare is the first sample, and one more suffices if it agrees.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -24,20 +28,23 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import process
 
 _SAMPLE_SECONDS = 1.5e-4  # a sample is several short calls, or one long call
-_FEWEST, _MOST = 3, 15  # rounds
+_FEWEST, _MOST = 3, 15  # samples, rounds
 _SECONDS, _NOISY_SECONDS = 0.02, 0.06  # seconds after which no round begins, except the fewest
 _NOISE = 1.25  # median over fastest time, from which a machine counts as noisy
 _BUSY = 2.0  # the same, from which nothing is kept on disk
 _LOADED = 1.25  # load per processor, from which nothing is kept on disk
 _CLEARLY = 1.05  # a contestant whose fastest time is this times the best one's median is not timed further
+_LONG, _FEWEST_LONG = 0.005, 2  # seconds of a call from which fewer samples suffice, if they agree
 # The largest difference of two contestants' results, relative to the largest absolute value.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 # A call that ran less than this share of its time on a processor was stalled: a library's threads waited for
 # processors.
 _LEAST_SHARE = 0.6
-_PAUSES = (0.05, 0.15)  # seconds before a stalled contest is repeated
+_PAUSES = (0.05, 0.15)  # seconds before calls that were stalled are timed again
 _QUIET_SECONDS = 1.5  # most seconds that a contest waits for this process's compilers to end
+_MOST_SAMPLE = 0.005  # seconds on the wall clock after which a sample has enough calls by any clock
 _racing = forks.lock()
+_stalled_to_the_end = False  # the last contest: on a machine that stays busy, later ones try once
 Clock = Callable[[], float]
 
 
@@ -57,17 +64,34 @@ class _Samples:
     share: float = 0.0  # the largest share of a sample that this thread was on a processor
 
     def take(self, now: Clock) -> None:
-        while True:
-            wall, cpu = time.perf_counter(), time.thread_time()
-            start = now()
-            for _ in range(self.calls):
-                self.run()
-            spent = now() - start
-            if self.seconds or spent >= _SAMPLE_SECONDS:
-                break
+        while not self._is_taken(self.run, now):
             self.calls *= 2
+
+    def check(self, result: Callable[[], Any], now: Clock) -> Any:
+        """The result, from a call that is the first sample if it takes long."""
+        made: list[Any] = []
+        if not self._is_taken(lambda: made.append(result()), now) or self.seconds[0] < _LONG:
+            self.seconds.clear()
+            self.share = 0.0
+        return made[0]
+
+    def _is_taken(self, run: Callable[[], Any], now: Clock) -> bool:
+        """Time calls. False if they are too few for a first sample, which is then not taken."""
+        wall, cpu = time.perf_counter(), time.thread_time()
+        start = now()
+        for _ in range(self.calls):
+            run()
+        spent = now() - start
+        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+        if not self.seconds and spent < _SAMPLE_SECONDS and wall < _MOST_SAMPLE:
+            return False
         self.seconds.append(spent / self.calls)
-        self.share = max(self.share, (time.thread_time() - cpu) / max(time.perf_counter() - wall, 1e-9))
+        self.share = max(self.share, cpu / max(wall, 1e-9))
+        return True
+
+    def is_stalled(self, now: Clock) -> bool:
+        """Whether its calls waited for processors in all samples, and the clock counts that."""
+        return now is not time.thread_time and self.share < _LEAST_SHARE
 
 
 def failing(error: Exception) -> Contestant:
@@ -88,7 +112,7 @@ class Unfinished(Exception):
 
 
 def race(
-    contestants: Mapping[str, Contestant], incumbent: str, what: str = "", now: Clock = time.perf_counter,
+    contestants: Mapping[str, Contestant], incumbent: str, what: str = "", now: Clock | None = None,
     favoured: str = "",
 ) -> tuple[Choice, bool]:  # fmt: skip
     """The fastest of some contestants, and whether the machine was quiet enough to keep that for other processes.
@@ -100,7 +124,8 @@ def race(
     with _racing, torch.no_grad():
         try:
             _wait_for_compilers()
-            fit, failed = _checked(contestants, incumbent)
+            now = now or _clock()
+            fit, failed = _checked(contestants, incumbent, now)
             incumbent = favoured if favoured in fit else incumbent
             seconds = _unstalled(fit, now, incumbent)
         except (MemoryError, RuntimeError) as e:
@@ -111,6 +136,11 @@ def race(
     lasting = all(median(s) <= _BUSY * min(s) for s in seconds.values()) and not _is_loaded()
     reason = "; ".join([choice.reason, *([] if lasting else ["the machine was busy"]), *failed])
     return dataclasses.replace(choice, what=what, reason=reason), lasting
+
+
+def _clock() -> Clock:
+    """The clock of calls: CPU time of this thread if it does all the work."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def _is_loaded() -> bool:
@@ -124,27 +154,30 @@ def _is_loaded() -> bool:
         return False
 
 
-def _checked(contestants: Mapping[str, Contestant], incumbent: str) -> tuple[dict[str, Callable[[], Any]], list[str]]:
+def _checked(
+    contestants: Mapping[str, Contestant], incumbent: str, now: Clock
+) -> tuple[dict[str, _Samples], list[str]]:  # fmt: skip
     """Contestants that give the incumbent's result, and the reasons why others do not compete."""
+    samples = {name: _Samples(c.run) for name, c in contestants.items()}
     first = contestants[incumbent]
     try:
-        want = (first.result or first.run)()
+        want = samples[incumbent].check(first.result or first.run, now)
     except Exception as e:
         if _is_lack_of_memory(e):
             raise
         raise Unfinished(f"{incumbent} failed: {said(e)}") from e
-    fit, failed = {incumbent: first.run}, []
+    fit, failed = {incumbent: samples[incumbent]}, []
     for name, c in contestants.items():
         if name == incumbent:
             continue
         try:
-            why = difference((c.result or c.run)(), want)
+            why = difference(samples[name].check(c.result or c.run, now), want)
         except Exception as e:
             if _is_lack_of_memory(e):
                 raise
             why = said(e)
         if why is None:
-            fit[name] = c.run
+            fit[name] = samples[name]
         else:
             failed.append(f"{name} left out: {why}")
     return fit, failed
@@ -179,34 +212,44 @@ def _wait_for_compilers() -> None:
         time.sleep(0.005)
 
 
-def _unstalled(runs: Mapping[str, Callable[[], Any]], now: Clock, incumbent: str) -> dict[str, list[float]]:
+def _unstalled(samples: dict[str, _Samples], now: Clock, incumbent: str) -> dict[str, list[float]]:
     """The seconds of each contestant's calls, taken when calls are not stalled."""
-    for pause in (*_PAUSES, 0.0):
-        samples = _timed(runs, now)
-        if all(s.share >= _LEAST_SHARE for s in samples.values()):
-            return {name: s.seconds for name, s in samples.items()}
+    global _stalled_to_the_end
+    stalled = samples
+    for pause in (0.0, *(() if _stalled_to_the_end else _PAUSES)):
         time.sleep(pause)
-    raise Unfinished("the machine was busy: threads waited for processors whenever calls were timed", incumbent)
+        _time(stalled, now)
+        stalled = {name: _Samples(s.run) for name, s in samples.items() if s.is_stalled(now)}
+        if not stalled:
+            break
+        samples = samples | stalled
+    _stalled_to_the_end = bool(stalled)
+    if stalled:
+        raise Unfinished("the machine was busy: threads waited for processors whenever calls were timed", incumbent)
+    return {name: s.seconds for name, s in samples.items()}
 
 
-def _timed(runs: Mapping[str, Callable[[], Any]], now: Clock) -> dict[str, _Samples]:
-    """Samples of each contestant, timed in rounds."""
-    samples = {name: _Samples(run) for name, run in runs.items()}
+def _time(samples: Mapping[str, _Samples], now: Clock) -> None:
+    """Take samples of each contestant, in rounds."""
     racing = list(samples)
     start = now()
     for n in range(_MOST):
         for name in racing if n % 2 == 0 else racing[::-1]:
             samples[name].take(now)
         best = min((s.seconds for s in samples.values()), key=min)
-        if n + 1 >= _FEWEST:
-            racing = [name for name in racing if min(samples[name].seconds) <= _CLEARLY * median(best)]
-        limit = _SECONDS if _is_steady(best) else _NOISY_SECONDS
-        if len(racing) < 2 and n + 1 >= _FEWEST or n + 1 >= _FEWEST and now() - start > limit:
+        if any(len(samples[name].seconds) < _fewest(samples[name].seconds) for name in racing):
+            continue
+        racing = [name for name in racing if min(samples[name].seconds) <= _CLEARLY * median(best)]
+        if len(racing) < 2 or now() - start > (_SECONDS if _is_steady(best) else _NOISY_SECONDS):
             break
-    return samples
 
 
-def _is_steady(seconds: list[float]) -> bool:
+def _fewest(seconds: Sequence[float]) -> int:
+    """The number of samples after which a contestant may be out: fewer if calls take long and the samples agree."""
+    return _FEWEST_LONG if min(seconds) >= _LONG and _is_steady(seconds) else _FEWEST
+
+
+def _is_steady(seconds: Sequence[float]) -> bool:
     return median(seconds) <= _NOISE * min(seconds)
 
 

@@ -200,6 +200,72 @@ def test_stalled_calls_decide_nothing(monkeypatch):
     assert providers.choose(PRODUCT) == "faster"
 
 
+def computing(seconds: float, waits: float, calls: list[float]):
+    """A contestant whose calls compute for `seconds` and wait for `waits`, as for a processor."""
+
+    def call():
+        calls.append(seconds)
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+        time.sleep(waits)
+        return torch.ones(1)
+
+    return Contestant(call)
+
+
+def test_one_thread_that_waits_for_a_processor_is_timed_by_what_it_computes(monkeypatch):
+    monkeypatch.setattr(race, "_LEAST_SHARE", 0.6)
+    torch.set_num_threads(1)
+    calls = []
+    rivals = {"slow": computing(0.003, 0.001, calls), "quick": computing(0.001, 0.008, calls)}
+    found, _ = race.race(rivals, "slow")
+    assert found.winner == "quick" and dict(found.times)["quick"] < 2500
+    assert len(calls) <= 2 * (race._FEWEST + 1 + 2)  # the check, and not again because of the load
+
+
+def test_long_calls_are_made_twice():
+    """The call whose result is compared is one of them."""
+    torch.set_num_threads(1)
+    calls = []
+    rivals = {name: computing(s, 0.0, calls) for name, s in {"a": 0.02, "b": 0.03, "c": 0.01}.items()}
+    found, _ = race.race(rivals, "a")
+    assert found.winner == "c" and len(calls) <= 7  # one more where another process disturbed
+
+
+def test_only_stalled_calls_are_timed_again(monkeypatch):
+    """On a machine that stays busy the next contest does not wait for it."""
+    monkeypatch.setattr(race, "_LEAST_SHARE", 0.6)
+    monkeypatch.setattr(race, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(race, "_stalled_to_the_end", False)
+    timed = []
+
+    def time_(samples, now):
+        timed.append("".join(samples))
+        for name, one in samples.items():
+            one.seconds.append(0.01)
+            one.share = 1.0 if name == "o" else shares.pop(0)
+
+    monkeypatch.setattr(race, "_time", time_)
+
+    def contest():
+        timed.clear()
+        rivals = {name: Contestant(lambda: torch.ones(1)) for name in "on"}
+        try:
+            race.race(rivals, "o", now=time.perf_counter)
+        except race.Unfinished:
+            return timed, True
+        return timed, False
+
+    shares = [0.1, 0.7]
+    assert contest() == (["on", "n"], False)
+    shares = [0.1] * 4
+    assert contest() == (["on", "n", "n"], True)
+    assert contest() == (["on"], True)
+    shares = [0.7, 0.1, 0.7]
+    assert contest() == (["on"], False) and contest() == (["on", "n"], False)
+
+
 @pytest.mark.parametrize("own", ["quick", "wrong"])
 def test_few_rows_stay_with_the_package_where_nobody_can_tell(monkeypatch, own):
     """Its kernel takes norms and residuals around it, too. One that errs is left out in any case."""
@@ -238,7 +304,7 @@ def test_a_contest_waits_for_compilers(monkeypatch):
 def test_noise_does_not_replace_the_incumbent():
     """A rival whose best moment is better, and which usually is slower."""
     now = [0.0]
-    spent = iter([3.0, 3.0, 1.0, 3.0] * 100)
+    spent = iter([3.0, 1.0, 3.0, 3.0] * 100)
 
     def work(seconds):
         def call():
