@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,8 +61,21 @@ def on(device_type: str, example: Any) -> Any:
         return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=device_type)
 
 
-def concrete(example: Any) -> Any:
-    """A symbolic number or a fake tensor as a real one with its traced sizes; no memory is written."""
+def all_concrete(like: Sequence[Any]) -> tuple[Any, ...]:
+    """`concrete` for each; one mode, which takes a millisecond to make, for all tensors."""
+    mode = None
+    if any(isinstance(e, torch.Tensor) and type(e) not in PLAIN_TENSORS for e in like):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        mode = FakeTensorMode()
+    return tuple(concrete(e, mode) for e in like)
+
+
+def concrete(example: Any, mode: Any = None) -> Any:
+    """A symbolic number or a fake tensor as a real one with its traced sizes; no memory is written.
+
+    The tensor is one of `mode`, by default a new one: kernels are made in threads, and none may share a mode.
+    """
     if isinstance(example, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         if example.node.hint is None:
             raise Unsupported(because("data_size", "a size among the inputs depends on data and is not known ahead"))
@@ -72,7 +86,7 @@ def concrete(example: Any) -> Any:
 
     size = [concrete(n) for n in example.shape]
     stride = [concrete(n) for n in example.stride()]
-    with unset_fake_temporarily(), FakeTensorMode():
+    with unset_fake_temporarily(), FakeTensorMode() if mode is None else mode:
         return torch.empty_strided(size, stride, dtype=example.dtype, device=example.device)
 
 

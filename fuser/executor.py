@@ -408,7 +408,7 @@ class Executor:
 
     def prepare(self, like: Sequence[Any]) -> Future[str | None]:
         """Compile in the background for arguments like `like`. The result is None, or why there is no kernel."""
-        args = tuple(map(examples.concrete, like))
+        args = examples.all_concrete(like)
         return self._orders.order(arg_spec(args, self.spec.config), lambda: args, 0)
 
     def _run_meanwhile(self, key: ArgSpec | None, args: tuple[Any, ...], have: int) -> Any:

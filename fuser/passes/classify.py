@@ -296,7 +296,7 @@ def _try_lowering(node: fx.Node) -> str | None:
     several = isinstance(value, (tuple, list))
     items = [i for i, v in enumerate(value) if isinstance(v, torch.Tensor)] if several else []
     graph.output(tuple(graph.call_function(operator.getitem, (call, i)) for i in items) if several else call)
-    like = [examples.concrete(a.meta.get("val")) for a in node.all_input_nodes]
+    like = examples.all_concrete([a.meta.get("val") for a in node.all_input_nodes])
     COUNTS.add("lowerings")
     found = survey(canonicalize(graph, functional=True).graph, like, config.numerics)
     return next(iter(found.refused.values()), None)

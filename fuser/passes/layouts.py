@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from fuser.errors import Unsupported
+from fuser.lowering.corrections import corrected
 from fuser.passes.calls import own_operator
 from fuser.passes.classify import Kind, classify, is_pointwise, is_view, is_write_back, op_name, tensors_of
 
@@ -37,6 +38,7 @@ _OWN_STRIDES = frozenset(
 )
 _POOLS = ("fuser.avg_pool2d_backward", "fuser.max_pool_offsets", "fuser.max_pool_offsets_backward")
 _LAST = 8  # the argument of `fuser::max_pool_offsets_backward` that says whether the result is in channels-last memory
+_NORM_GRADIENTS = aten.native_batch_norm_backward.default
 _FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
@@ -210,6 +212,10 @@ class Relayout:
             return args[0][args[1]]
         if node.target in _BATCH_NORMS and "val" in node.meta:
             return (self._fake(args[0], args[0].device), *node.meta["val"][1:])  # torch's own takes ten milliseconds
+        if node.target is _NORM_GRADIENTS and "val" in node.meta:  # torch's own is a decomposition of 40 calls
+            device = args[1].device
+            metas = corrected("aten.native_batch_norm_backward", device.type, *map(_on_meta, (node.meta["val"], args)))
+            return pytree.tree_map_only(torch.Tensor, lambda t: self._fake(t, device), tuple(metas))
         key = node.target, _signature(args), _signature(kwargs)
         found = self._known.get(key)
         if found is None:
