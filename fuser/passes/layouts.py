@@ -216,7 +216,7 @@ class Relayout:
             device = args[1].device
             metas = corrected("aten.native_batch_norm_backward", device.type, *map(_on_meta, (node.meta["val"], args)))
             return pytree.tree_map_only(torch.Tensor, lambda t: self._fake(t, device), tuple(metas))
-        key = node.target, _signature(args), _signature(kwargs)
+        key = node.target, signature(args), signature(kwargs)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._compute(node.target, args, kwargs)
@@ -242,14 +242,14 @@ def _on_meta(value: Any) -> Any:
     )
 
 
-def _signature(value: Any) -> Any:
+def signature(value: Any) -> Any:
     """A hashable form of arguments; tensors of the same sizes, strides, dtype and device are equal."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device
     if isinstance(value, (tuple, list)):
-        return tuple(map(_signature, value))
+        return tuple(map(signature, value))
     if isinstance(value, dict):
-        return tuple((k, _signature(v)) for k, v in value.items())
+        return tuple((k, signature(v)) for k, v in value.items())
     return type(value), value
 
 

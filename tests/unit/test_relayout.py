@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fuser import examples
 from fuser.frontends import fakes
 from fuser.passes.layouts import Relayout
+from fuser.passes.writing import Writer
 
 aten = torch.ops.aten
 ORDERS = (torch.contiguous_format, torch.channels_last)
@@ -48,6 +49,38 @@ def test_gradients_of_batch_norms_have_values_without_the_decomposition(monkeypa
         for f, w in zip(found, want, strict=True):
             assert (f is None) == (w is None)
             assert f is None or (f.shape, f.stride(), f.dtype, f.device) == (w.shape, w.stride(), w.dtype, w.device)
+
+
+def test_written_calls_of_equal_tensors_are_asked_once(monkeypatch):
+    """What a value depends on is part of the question: sizes, strides, dtypes, numbers and their types."""
+    mode, graph = FakeTensorMode(), fx.Graph()
+    node = graph.placeholder("x")
+    asked = []
+    plain = mode.dispatch
+    mode.dispatch = lambda func, *args, **kwargs: asked.append(func) or plain(func, *args, **kwargs)
+
+    def asks(target, x, *args) -> bool:
+        with mode:
+            node.meta["val"] = x()
+        call = graph.call_function(aten.neg.default, (node,))
+        call.meta["val"] = node.meta["val"]
+        asked.clear()
+        made = Writer(call)(target, node, *args)
+        any_asked, value = bool(asked), made.meta["val"]
+        with mode:
+            want = target(node.meta["val"], *args)
+        assert (value.shape, value.stride(), value.dtype) == (want.shape, want.stride(), want.dtype)
+        return any_asked
+
+    tensor = lambda **kwargs: lambda: torch.empty(2, 4, 6, 8, **kwargs)  # noqa: E731
+    assert [asks(aten.mul.Tensor, tensor(), 2) for _ in range(3)] == [True, False, False]
+    others = [(tensor(dtype=torch.int32), 2), (tensor(dtype=torch.int32), 2.0), (tensor(), True)]
+    others += [(tensor(memory_format=torch.channels_last), 2), (lambda: torch.empty(2, 4, 6, 7), 2)]
+    assert [asks(aten.mul.Tensor, x, n) for x, n in others for _ in range(2)] == [True, False] * 5
+    assert [asks(aten.view.default, tensor(), [8, -1]) for _ in range(2)] == [True, False]
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    assert asks(aten.mul.Tensor, tensor(), 2)
+    assert [asks(aten._conj.default, tensor(dtype=torch.complex64)) for _ in range(2)] == [True, True]
 
 
 def test_the_arguments_of_a_kernel_share_a_mode(monkeypatch):
