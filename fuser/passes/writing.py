@@ -52,7 +52,7 @@ class Writer:
 
 
 def _key(target: Any, args: Any, kwargs: Any) -> Any:
-    """A key of calls that have equal values; None with symbols, or tensors of which sizes and strides say too little."""
+    """A key of calls that have equal values; None with symbols, or with tensors that are complex or not strided."""
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     if any(t.layout is not torch.strided or t.dtype.is_complex for t in tensors):
         return None
