@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from fuser.passes.layouts import signature
+from fuser.passes.classify import is_view
+from fuser.passes.layouts import new_fake, signature
 
 _KNOWN = "_fuser_written"  # a fake tensor mode's values of calls
 
@@ -28,16 +30,16 @@ class Writer:
         return node
 
     def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The call's value. Calls on tensors of equal sizes and strides share one: torch takes a millisecond for it."""
+        """The call's value, like that of an earlier call on such arguments: torch takes a millisecond for one."""
         known = vars(self.mode).setdefault(_KNOWN, {})
         key = _key(target, args, kwargs)
-        found = None if key is None else known.get(key)
-        if found is None:
-            with torch.no_grad(), self.mode:
-                found = target(*args, **kwargs)
-            if key is not None:
-                known[key] = found
-        return found
+        if key in known:
+            return new_fake(self.mode, known[key], known[key].device)
+        with torch.no_grad(), self.mode:
+            value = target(*args, **kwargs)
+        if key is not None and type(value) is FakeTensor and not _shares(value, (args, kwargs)):
+            known[key] = value
+        return value
 
     def size(self, node: fx.Node, dim: int) -> Any:
         """A size of a tensor: a number, or a node that computes a symbol."""
@@ -51,10 +53,19 @@ class Writer:
         self.at.graph.erase_node(self.at)
 
 
+def _shares(value: torch.Tensor, given: Any) -> bool:
+    """Whether a call's value has the memory of one of its arguments."""
+    own = value.untyped_storage()._cdata
+    return any(t.untyped_storage()._cdata == own for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor))
+
+
 def _key(target: Any, args: Any, kwargs: Any) -> Any:
-    """A key of calls that have equal values; None with symbols, or with tensors that are complex or not strided."""
+    """A key of calls whose values are alike; None with symbols, for views, and for complex tensors or without strides.
+
+    A view has its argument's memory, and passes ask which values share theirs.
+    """
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    if any(t.layout is not torch.strided or t.dtype.is_complex for t in tensors):
+    if is_view(target) or any(t.layout is not torch.strided or t.dtype.is_complex for t in tensors):
         return None
     key = target, torch.get_default_dtype(), signature(args), signature(kwargs)
     try:

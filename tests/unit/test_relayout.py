@@ -65,6 +65,7 @@ def test_written_calls_of_equal_tensors_are_asked_once(monkeypatch):
     """What a value depends on is part of the question: sizes, strides, dtypes, numbers and their types."""
     mode, graph = FakeTensorMode(), fx.Graph()
     node = graph.placeholder("x")
+    memories = []
 
     def asks(target, x, *args) -> bool:
         with mode:
@@ -77,6 +78,11 @@ def test_written_calls_of_equal_tensors_are_asked_once(monkeypatch):
         with mode:
             want = target(node.meta["val"], *args)
         assert (value.shape, value.stride(), value.dtype) == (want.shape, want.stride(), want.dtype)
+        assert value.device == want.device and value.fake_mode is mode
+        shares = value.untyped_storage()._cdata == node.meta["val"].untyped_storage()._cdata
+        assert shares == (target in (aten.view.default, aten.alias.default))
+        memories.append(value.untyped_storage())
+        assert len({m._cdata for m in memories}) == len(memories)
         return any_asked
 
     tensor = lambda **kwargs: lambda: torch.empty(2, 4, 6, 8, **kwargs)  # noqa: E731
@@ -84,10 +90,11 @@ def test_written_calls_of_equal_tensors_are_asked_once(monkeypatch):
     others = [(tensor(dtype=torch.int32), 2), (tensor(dtype=torch.int32), 2.0), (tensor(), True)]
     others += [(tensor(memory_format=torch.channels_last), 2), (lambda: torch.empty(2, 4, 6, 7), 2)]
     assert [asks(aten.mul.Tensor, x, n) for x, n in others for _ in range(2)] == [True, False] * 5
-    assert [asks(aten.view.default, tensor(), [8, -1]) for _ in range(2)] == [True, False]
+    assert [asks(aten.view.default, tensor(), [8, -1]) for _ in range(2)] == [True, True]
+    assert [asks(aten.alias.default, tensor()) for _ in range(2)] == [True, True]
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
     assert asks(aten.mul.Tensor, tensor(), 2)
-    assert [asks(aten._conj.default, tensor(dtype=torch.complex64)) for _ in range(2)] == [True, True]
+    assert [asks(aten.abs.default, tensor(dtype=torch.complex64)) for _ in range(2)] == [True, True]
 
 
 def test_the_arguments_of_a_kernel_share_a_mode(monkeypatch):
