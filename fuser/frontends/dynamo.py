@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +47,7 @@ from fuser.reasons import because
 from fuser.runtime import heap
 from fuser.runtime.memory import Tally
 from fuser.runtime.spans import span
-from fuser.startup import import_at_rest
+from fuser.startup import import_at_rest, without_collection
 
 if TYPE_CHECKING:
     from fuser.frontends.training import Training
@@ -87,24 +86,12 @@ def fuser_backend(
     heap.keep_warm()
     nodes = len(gm.graph.nodes)
     shown = working(lambda: f"a graph of {nodes} nodes")
-    with config.override(**{**racing, **checked}), _no_collection(), span("graph", nodes=nodes), shown:
+    with config.override(**{**racing, **checked}), without_collection(), span("graph", nodes=nodes), shown:
         function = _compile(gm, example_inputs, {**racing, **checked}, mode in _RECORDED_MODES)
     return _with_options(function, checked) if checked else function
 
 
 fakes.follow_dynamo(fuser_backend)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """A block without garbage collection: a full one walks all that torch has imported, 0.1 s each time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _checked_options(options: dict[str, Any], mode: str | None) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from fuser.passes.reinplacing import reinplace
 from fuser.passes.rounding import round_decided
 from fuser.passes.runner import PassRecord
 from fuser.runtime import torch_abi
+from fuser.startup import without_collection
 
 if TYPE_CHECKING:
     from fuser.cuda.graphs import Recorded
@@ -137,6 +138,7 @@ class Compiled:
         guarantees.check(record, self.plan.groups)
 
 
+@without_collection()  # a backward is compiled in its first call, after Dynamo
 def compile_functional(
     module: fx.GraphModule, stages: Sequence[str] = ("post_grad",), earlier: Sequence[PassRecord] = (),
     in_place: bool = True,
