@@ -155,7 +155,7 @@ def _is_loaded() -> bool:
 
 
 def _checked(
-    contestants: Mapping[str, Contestant], incumbent: str, now: Clock
+    contestants: Mapping[str, Contestant], incumbent: str, now: Clock = time.perf_counter
 ) -> tuple[dict[str, _Samples], list[str]]:  # fmt: skip
     """Contestants that give the incumbent's result, and the reasons why others do not compete."""
     samples = {name: _Samples(c.run) for name, c in contestants.items()}
