@@ -40,6 +40,7 @@ THREADS = 2
 FEW_FILES = 20  # of so many each test is given out by itself
 COLLECTIONS = (100_000, 10, 10)  # objects and passes between two: Python's own 700 take a twelfth of what torch traces
 OPTIMISED_OF = 4  # cases of a test in tests/backend, of which one's kernels are optimised
+SETTINGS = ("scrubbed_inductor", "get_dynamo", "compiler", "functorch")
 AT_MOST = 20.0  # seconds that a test waits for what earlier ones left in the background
 
 
@@ -146,6 +147,29 @@ def modes_keep_no_stack() -> Iterator[None]:
         if fakes := sys.modules.get("torch._subclasses.fake_tensor"):
             stacks = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
             patch.setattr(fakes, "traceback", stacks)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def logs_take_no_time() -> Iterator[None]:
+    """Each compilation writes torch's settings down as JSON, and each joint graph and its halves as text, for logs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if utils := sys.modules.get("torch._dynamo.utils"):
+            for name in SETTINGS:
+                patch.setattr(utils, f"_{name}_config_for_logging", lambda: None, raising=False)
+        if stages := sys.modules.get("torch._functorch._aot_autograd.graph_compile"):
+            patch.setattr(stages, "_log_joint_graph", lambda *args: None, raising=False)
+            patch.setattr(stages, "_log_fw_bw_graphs", lambda *args: (None, None), raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def random_states_are_made_once() -> Iterator[None]:
+    """AOTAutograd makes twelve empty fake tensors for each graph, in place of states that it sets only on demand."""
+    with pytest.MonkeyPatch.context() as patch:
+        if states := sys.modules.get("torch._decomp.decompositions_for_rng"):
+            empty = dict(vars(states.PhiloxState()))
+            patch.setattr(states.PhiloxState, "reset", lambda state: vars(state).update(empty))
         yield
 
 
