@@ -18,7 +18,7 @@ from fuser.reasons import because
 from tests.opinfo import database
 from tests.opinfo.runner import call_graph, make_sample
 
-OF = 12  # operators, of which one is looked at
+OF = 24  # operators, of which one is looked at
 
 
 def turned(x):

@@ -68,16 +68,16 @@ SOURCES = {
 }
 
 
-# The others with FUSER_TEST_ALL=1: they take minutes. Of these two each write meets every fourth view, of the other
-# layout another quarter.
+# The others with FUSER_TEST_ALL=1: they take minutes. Of these two each write meets every sixth view, of the other
+# layout another sixth.
 ALL = bool(os.environ.get("FUSER_TEST_ALL"))
 SHARE = [*SOURCES] if ALL else ["offset", "transposed"]
 
 
 def views_behind(write, source, names):
     """The views of `names` that are made of a layout behind a write."""
-    turn = [*WRITES].index(write) + 2 * SHARE.index(source)
-    return [n for n in names if ALL or ([*VIEWS].index(n) + turn) % 4 == 0]
+    turn = [*WRITES].index(write) + 3 * SHARE.index(source)
+    return [n for n in names if ALL or ([*VIEWS].index(n) + turn) % 6 == 0]
 
 
 def fitting(source):
