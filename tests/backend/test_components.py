@@ -118,7 +118,7 @@ TOGETHER = ("corners", "decoded", "hamilton", "polar", "yuv", "pairs", "every_tw
             "one_for_all")  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 @needs_compiler
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("functional", [True, False])
@@ -138,6 +138,7 @@ def lowered_as(fn, *args):
     return lowered, schedule(lowered, config.max_body_rows), given, fn(*args)
 
 
+@pytest.mark.sampled(3, also=("looked_up", "nothing", "of_each_place"))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_interpreters_agree(name):
     lowered, plans, args, want = lowered_for(name)

@@ -350,6 +350,7 @@ def test_a_written_input_is_read_for_its_value_in_the_same_layout_only():
     torch.testing.assert_close(mine, own, rtol=0, atol=0)
 
 
+@pytest.mark.sampled(3)
 @torch.no_grad()
 @pytest.mark.parametrize(
     "copied",
@@ -500,7 +501,7 @@ def test_a_rounded_row_that_is_computed_once_for_all_rows():
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [7, 40, 200, 1000, 9001])
 def test_extremes_of_rows_with_nans_infinities_and_zeros(dtype, size):

@@ -78,6 +78,7 @@ def test_results_with_gaps_in_memory_are_left_to_aten():
     check_falls_back(lambda x: torch.select_scatter(x, x[0] * 2, 0, 1), x, reason="not dense")
 
 
+@pytest.mark.sampled(4, also=("diagonal_scatter_below", "hstack"))
 @pytest.mark.parametrize("name", JOINS)
 def test_two_tensors(name):
     gaps = "scatter" not in name or "read" in name  # the result has its argument's strides, with their gaps

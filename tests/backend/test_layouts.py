@@ -72,7 +72,7 @@ def test_layouts_of_other_dtypes(layout, dtype):
     check_all(["mul", "eq", "cast"], functions, tensor(layout, dtype), tensor(layout, dtype))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", [n for n, (size, _) in LAYOUTS.items() if n != "size_0"])
 def test_reductions_of_layouts(layout):
     a = tensor(layout)

@@ -28,6 +28,7 @@ def every_bit(a: torch.Tensor) -> torch.Tensor:
     return a.contiguous().view(torch.int16)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_transposed_reads(dtype: torch.dtype):
     generator = torch.Generator().manual_seed(3)
@@ -53,6 +54,7 @@ MOVES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("name", MOVES)
 def test_halves_that_nobody_computes_with(name: str, dtype: torch.dtype):

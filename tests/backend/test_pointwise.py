@@ -134,6 +134,7 @@ def test_by_float(dtype):
 OF_WHOLE = named("exp sqrt sin sigmoid tanh log1p erf")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [*INTS, torch.bool], ids=text)
 def test_whole_numbers(dtype):
     x = values(dtype)  # which is rounded to float32 first

@@ -47,6 +47,7 @@ POOLS = {
 }
 
 
+@pytest.mark.sampled(2, also=("adaptive", "avg_other_ranks"))
 @pytest.mark.parametrize("name", POOLS)
 def test_pools(name):
     channels_last = X.to(memory_format=torch.channels_last)
@@ -164,7 +165,7 @@ WINDOWS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("before", BEFORE)
 def test_windows_over_what_is_computed_in_channels_last(window, before):

@@ -102,6 +102,7 @@ def test_whole_sums_are_as_exact_as_eagers(f):
     assert 0 < errors[0] <= 1.2 * errors[1], errors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_floats(dtype):
     slack = 8 if dtype is torch.float64 else 2

@@ -62,7 +62,7 @@ def test_each_op_has_the_bits_of_long_rows(rows: list[OpRow], monkeypatch: pytes
             assert bool((bits | (got != got) & (want != want)).all()), (row.name, columns)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("after", AFTER)
 @pytest.mark.parametrize("before", BEFORE)
 def test_neighbours_in_rows_of_any_length(before: str, after: str) -> None:

@@ -39,6 +39,7 @@ def test_philox_gives_the_published_blocks(key, counter, block):
     assert [int(w) for w in philox(words(key), words(counter))] == [int(w) for w in words(block)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [(), (0, 3), (1,), (70_001,), (33, 65), (5, 1, 7)])
 @pytest.mark.parametrize("seed", [0, -1, 2**62 + 12345])
 def test_a_kernel_gives_the_operators_bits(size, seed):

@@ -71,6 +71,7 @@ LOOKUPS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3, also=("gradient", "index_put", "nll_loss"))
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_lookups_along_an_empty_dim_are_eagers(name):
     """A kernel made for many elements has no address for a lookup among none."""
@@ -95,6 +96,7 @@ def test_indices_that_broadcast_below_a_mask():
     assert torch.equal(got, torch.where(mask, x[rows, columns], 0.0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPERATORS[::SHARE], ids=database.full_name)
 def test_as_eager_does(op, dtype):
