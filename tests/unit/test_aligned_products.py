@@ -53,6 +53,7 @@ def matrix(rows, columns, turned, dtype):
     return torch.randn(columns, rows).to(dtype).t() if turned else torch.randn(rows, columns).to(dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("turned", list(itertools.product((False, True), repeat=2)), ids=str)
 def test_results(turned, everywhere):
     for i, (m, k, n) in enumerate(SIZES):

@@ -136,6 +136,7 @@ ROUTES = [
 _FRAMES = {whole_step: 13, gradient_penalty: 4}  # others take at most three: the function, and around a graph break
 
 
+@pytest.mark.sampled(2, also=("whole_step",))
 @pytest.mark.parametrize("route", ROUTES, ids=lambda f: f.__name__)
 def test_route(route):
     want = route(lambda f: f if route is not compiled_autograd else torch.compile(f, backend="eager"))
@@ -188,6 +189,7 @@ STATES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("starts_as_leaf", [False, True])
 @pytest.mark.parametrize("name", [*STATES, "detached, symbolic sizes"])
 def test_a_state_without_a_gradient_ends_the_graph(name, starts_as_leaf):

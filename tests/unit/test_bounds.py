@@ -176,7 +176,13 @@ def inside(function, block):
     assert bool(((low <= elements) & (elements <= high) | any_number).all())
 
 
-@pytest.mark.sampled(2, also=("iota", "looked up from the end", "selected"))
+@pytest.mark.sampled(
+    8,
+    also=(
+        "clamped leaf", "counted in floats", "floor_divide of places", "iota", "looked up from the end",
+        "rounded quotient", "selected", "triu of a leaf",
+    ),
+)  # fmt: skip
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_elements_are_inside(name):
     for block in (1, BLOCK):
@@ -209,7 +215,7 @@ KNOWN = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OF_A_NUMBER)
 def test_numbers_of_other_dtypes(name, dtype):

@@ -95,7 +95,7 @@ def agree(got, want):
         torch.testing.assert_close(a, b, rtol=tol, atol=tol, equal_nan=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_in_eager(name, dynamic):

@@ -62,6 +62,7 @@ def assert_same(result, expected):
         torch.testing.assert_close(result, expected, equal_nan=True)
 
 
+@pytest.mark.sampled(12, also=("pad-(1+0j)",))
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("name", CALLS)
 def test_registered(name, number):
@@ -74,7 +75,7 @@ def test_registered(name, number):
         assert_same(made(fuser.fusion_handle(fuser.register_fusion(traced)), x), made(program, x))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["eq", "ne", "count", "any", "sum", "product", "quotient", "power"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_compiled(dtype, name):

@@ -66,6 +66,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "form"), [("single", USUAL), *((n, f) for n in MODELS for f in (LAST, PACKED)), ("pointwise", LINEAR)]
 )

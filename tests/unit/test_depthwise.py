@@ -48,7 +48,7 @@ def own(x, w, b, stride, padding, dilation):
 WINDOWS = (1, 1, 1, 0), (3, 1, 1, 1), (3, 2, 1, 1), (3, 1, 2, 2), (5, 1, 1, 2), (4, 1, 1, 3), (3, 3, 1, 0), (2, 2, 1, 0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dims, last", list(itertools.product((1, 2), (False, True))))
 @pytest.mark.parametrize("kernel, stride, dilation, padding", WINDOWS)
 def test_kernels_give_atens_results(

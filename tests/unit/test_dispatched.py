@@ -188,7 +188,7 @@ def test_1d_pools_have_the_strides_of_eagers_kernel(clean, differentiable):
         assert torch.equal(got, want) and (got.stride() == want.stride() or not want.numel() or 1 in want.shape)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
 @pytest.mark.parametrize("pad", [(1, 2, 3, 0), (0, 0, 2, 1), (0, 4), (6, 6, 5, 5), (-1, 2, 0, 1), (0, 0, 0, 0), (1, 1)])
 def test_circular_pads(clean, pad, last):
@@ -222,6 +222,7 @@ DROPS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", DROPS)
 def test_a_dropout_that_drops_nothing_is_its_input(clean, name, requires_grad):
@@ -279,7 +280,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_the_dispatcher_takes_apart_is_as_in_eager(clean, name, reduction):

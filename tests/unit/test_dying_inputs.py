@@ -70,12 +70,14 @@ def check(f):
                 torch.testing.assert_close(mine, eager, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place(name, groups):
     check(IN_PLACE[name])
     assert any(groups)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", APART)
 def test_apart(name, groups):
     check(APART[name])

@@ -168,7 +168,7 @@ FUNCTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
 def test_function(f, dynamic):
@@ -367,7 +367,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6, also=("True-frexp",))
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_equal_results_are_separate_tensors(name, dynamic):

@@ -40,6 +40,7 @@ def test_the_program_calls_the_operator_itself(name):
     assert "_LINALG_CHECK_ERRORS" in record.source
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_training(name):
     fused = compiled(lambda a: FUNCTIONS[name](a).sum())

@@ -34,6 +34,7 @@ def layer(activation="gelu", norm_first=False, dtype=torch.float32):
     return made.eval().to(dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "activation, norm_first, dynamic",
     [("relu", False, True), ("relu", True, False), ("gelu", False, False), ("gelu", True, True)],
@@ -54,6 +55,7 @@ def test_a_layer_is_taken_apart_and_as_exact_as_eager(activation, norm_first, dy
     assert compilations() or dynamic  # Dynamo of torch 2.11 leaves such a layer to eager
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fast", [False, True], ids=["slow products", "fast products"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_layer_in_16_bits(dtype, fast, monkeypatch):

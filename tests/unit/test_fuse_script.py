@@ -75,6 +75,7 @@ def same_bits(some, others):
     return all(a.equal(b) for a, b in zip(some, others, strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("program", "args"), [c for _, c in _CASES], ids=[f"{i}-{getattr(p, '__name__', '')}" for i, (p, _) in _CASES]
 )
@@ -109,6 +110,7 @@ def test_as_the_script(program, args):
         assert all(map(same_bits, calls[1:], calls))
 
 
+@pytest.mark.sampled(2, also=("cast_to", "optional_weights"))
 @pytest.mark.parametrize(("program", "several"), corpus.CHANGING, ids=[p.__name__ for p, _ in corpus.CHANGING])
 def test_arguments_that_change(program, several):
     script = scripted(program)
@@ -210,6 +212,7 @@ AUTOCAST = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2, also=("a module-torch.float32",))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("program", AUTOCAST)
 def test_autocast_casts_as_the_script_does(program, dtype):

@@ -125,6 +125,7 @@ def test_one_kernel_serves_every_size():
     assert convolve._handle_of.cache_info().misses == before
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", epilogues.ACTIVATIONS)
 def test_activations(name, dtype):
@@ -285,6 +286,7 @@ def test_a_sum_is_part_of_the_later_convolution(own):
     assert unfused() == 3 * ["packed_convolution_and_more"]
 
 
+@pytest.mark.sampled(2, also=("Mish-None",))
 @pytest.mark.parametrize(
     ("activation", "step"),
     [(nn.ReLU6, "relu6"), (nn.Hardswish, "hardswish"), (lambda: nn.GELU("tanh"), "gelu_tanh"), (nn.GELU, "gelu"),
@@ -334,6 +336,7 @@ class Cases:
             return torch.relu(self.conv(x))
 
 
+@pytest.mark.sampled(2, also=("OfStatistics",))
 @pytest.mark.parametrize("case", [c for c in vars(Cases) if not c.startswith("_")])
 def test_what_is_no_part_of_a_convolution(own, case):
     check_model(getattr(Cases, case)().eval(), torch.randn(2, 16, 9, 11))

@@ -53,6 +53,7 @@ def compared(net, x):
     return f
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("activation", [F.relu, F.silu])
 def test_an_activation_is_computed_again(activation, affine):

@@ -276,7 +276,7 @@ TURNS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dynamo", [False, True])
 @pytest.mark.parametrize("spelled", ["method", "function"])
 @pytest.mark.parametrize("name", TURNS)

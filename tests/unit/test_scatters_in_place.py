@@ -82,6 +82,7 @@ IN_PLACE = {  # how many calls of ATen write into a part
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2, also=("reads_before_and_after",))
 @pytest.mark.parametrize("fn", IN_PLACE, ids=lambda f: f.__name__)
 def test_scatters_into_an_input(fn):
     torch._dynamo.reset()
@@ -136,6 +137,7 @@ TWINS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("layout", GAPS)
 @pytest.mark.parametrize("name", TWINS)
 def test_one_operator_writes_an_input_with_gaps_itself(name, layout):
@@ -165,7 +167,7 @@ WRITTEN_BY = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", ("rows cut", "every second"))
 @pytest.mark.parametrize("reader", BY_OFFSETS)
 @pytest.mark.parametrize("write", WRITTEN_BY)

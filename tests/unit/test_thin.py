@@ -270,6 +270,7 @@ def outcome(case, f):
         return next((w for w in ("second time", "modified by an inplace", "") if w in str(error)), "")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore:Anomaly")
 def test_as_in_eager(case, compiled):
@@ -352,6 +353,7 @@ def slope_inside(x, w):
         return (slope.norm(dim=1) - 1).square().mean(), slope.detach()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", [enabled_inside, slope_inside], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("outside", [torch.no_grad, torch.enable_grad])
 def test_a_region_with_gradients_in_one_without(function, outside):

@@ -70,6 +70,7 @@ def test_blocks_fit_the_registers(size):
         assert transposes.EDGES[size] % edge == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize("channels", range(2, transposes.MOST_APART + 1))
 def test_kernels_see_what_was_taken_apart(channels, dtype):

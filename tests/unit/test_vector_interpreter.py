@@ -35,7 +35,13 @@ def small(args) -> bool:
     return sum(a.numel() for a in args if isinstance(a, torch.Tensor)) < SLOW
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(
+    4,
+    also=(
+        "argmax-vectors", "bools-plain", "drawn-vectors", "prod_any-plain", "rms_swiglu-plain", "roll-plain",
+        "scalar_inputs-vectors",
+    ),
+)  # fmt: skip
 @pytest.mark.parametrize("macros", [(), ("FUSER_LANES", "FUSER_MASKS")], ids=["plain", "vectors"])
 @pytest.mark.parametrize("name", [name for name, (_, *args) in CASES.items() if small(args)])
 def test_kernels_give_eagers_results(name, macros):
@@ -162,6 +168,7 @@ LARGE = {
 }
 
 
+@pytest.mark.sampled(2, also=("channels apart-vectors", "columns-plain"))
 @pytest.mark.parametrize("macros", [(), ("FUSER_LANES", "FUSER_MASKS")], ids=["plain", "vectors"])
 @pytest.mark.parametrize("name", LARGE)
 def test_results_past_the_cache(name, macros, monkeypatch):

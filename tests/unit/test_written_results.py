@@ -53,7 +53,7 @@ def told(results, inputs):
     return [*results, *inputs], [r.stride() for r in results], same
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", ["rows", "columns"])
 @pytest.mark.parametrize("name", ROWS)
 def test_along_each_dim(name, order):
@@ -71,7 +71,7 @@ def test_along_each_dim(name, order):
     assert not [u for u in last_compilation().unfused if u.op == "aten.copy_"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", [*WHOLE, *OTHERS])
 def test_as_in_eager(name, dynamic):

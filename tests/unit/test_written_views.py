@@ -161,6 +161,7 @@ TOGETHER = {
 DYNAMIC = ("rows", "one row", "diagonal", "overlapping", "shifted", "back")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ALONE | TOGETHER)
 def test_parts_are_written_as_in_eager(name):
     function, dynamic = (ALONE | TOGETHER)[name], name in DYNAMIC
