@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import traceback
+import zlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,7 @@ from tests import compilers, sampling  # noqa: E402
 THREADS = 2
 FEW_FILES = 20  # of so many each test is given out by itself
 COLLECTIONS = (100_000, 10, 10)  # objects and passes between two: Python's own 700 take a twelfth of what torch traces
-OPTIMISED_OF = 4  # cases of a test in tests/backend, of which one's kernels are optimised
+OPTIMISED_OF = 4  # tests and cases outside of tests/unit, of which one's kernels are optimised
 SETTINGS = ("scrubbed_inductor", "get_dynamo", "compiler", "functorch")
 AT_MOST = 20.0  # seconds that a test waits for what earlier ones left in the background
 
@@ -121,14 +122,14 @@ def level(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def is_optimised(item: pytest.Item) -> bool:
-    """Whether kernels are compiled as for users. In tests/unit other things than kernels are tested. Of a test in
-    tests/backend that has parameters, every fourth case is: each test has kernels that are optimised, and more that
-    differ from them in a parameter."""
+    """Whether kernels are compiled as for users. In tests/unit other things than kernels are tested. Elsewhere every
+    fourth case of a test that has parameters is, beginning with the first, and of the others those of a fourth of the
+    names."""
     if os.environ.get("FUSER_TEST_ALL") or item.get_closest_marker("optimised") is not None:
         return True
-    return item.path.parent.name != "unit" and (
-        item.path.parent.name != "backend" or sampling.position(item) // sampling.share(item) % OPTIMISED_OF == 0
-    )
+    has_cases, name = hasattr(item, "callspec"), item.name.encode()
+    turn = sampling.position(item) // sampling.share(item) if has_cases else zlib.crc32(name)
+    return item.path.parent.name != "unit" and turn % OPTIMISED_OF == 0
 
 
 @pytest.fixture(autouse=True)

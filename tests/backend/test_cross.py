@@ -25,6 +25,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64], ids=str)
 def test_is_eagers(name, dtype):

@@ -41,6 +41,7 @@ def pairs(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name, dtype", CASES, ids=str)
 def test_quotients_of_every_size(name: str, dtype: torch.dtype):
     fn = getattr(torch, name)

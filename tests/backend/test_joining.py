@@ -67,6 +67,7 @@ JOINS = {
 }
 
 
+@pytest.mark.sampled(3, also=("roll_flat", "rot180"))
 @pytest.mark.parametrize("name", UNARY)
 def test_one_tensor(name):
     cases = in_layouts(values(2, 8, 3, 5) if name == "pixel_shuffle" else X, gaps="scatter" not in name)

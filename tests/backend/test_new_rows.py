@@ -90,6 +90,7 @@ def test_kernels_of_machines_that_run_here(isa):
     assert all("bent" in s and "compound" in s for s in sources)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", EVERY)
 def test_vector_ir_of_all_machines(isa):
     graph = canonicalize(torch.fx.symbolic_trace(program), False).graph

@@ -138,6 +138,7 @@ def channel_gradients(g, x, w, mean, rstd) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_gradients_of_norms(dtype, layout):
@@ -148,7 +149,7 @@ def test_gradients_of_norms(dtype, layout):
     check_all([f"channel {n}" for n in range(9)], [channel_gradients], g, x, w, m, r, slack=SLACK[dtype], **LIKE)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rest", [(5, 7), (1, 1), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("groups", [1, 3, 20, 60])
 def test_group_norms_of_neighbouring_channels(groups, rest):
@@ -308,6 +309,7 @@ FEW_CASES = [
 EVERY = 1 if os.environ.get("FUSER_TEST_ALL") else 4  # of so many norms a case has one
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype, n, mean", FEW_CASES)
 def test_gradients_of_norms_of_few_16_bit_floats(dtype, n, mean):
     """What is saved for the backward is computed from the rounded values that the backward reads."""

@@ -17,6 +17,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", CASES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 11, 12), (3, 9, 8)], ids=str)
 def test_average_of_two_dims(how, shape):

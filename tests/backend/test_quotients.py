@@ -100,6 +100,7 @@ DIVISIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("isa", [m.name for m in machines.ROWS if machines.why_not(m) is None])
 @pytest.mark.parametrize("dtype", (torch.int16, torch.int32, torch.int64), ids=str)
 def test_integers_are_divided_as_in_eager(dtype, isa):

@@ -247,7 +247,7 @@ WINDOWS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_reader_computes_all_its_neighbours_or_none(activation, window):

@@ -28,7 +28,7 @@ def close_to_float64(handle, fn, x: torch.Tensor) -> None:
     assert off <= 2 * eager + 4 * torch.finfo(x.dtype).eps * exact.abs().max(), (tuple(x.shape), off, eager)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_rows_of_every_length(name, dtype):

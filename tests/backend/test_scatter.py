@@ -49,6 +49,7 @@ WRITES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WRITES)
 def test_writes(name):
     check_each(WRITES[name], in_layouts(X, Y, gaps=False))

@@ -42,7 +42,7 @@ def kinds(x):
     return torch.where(x.isnan(), 3, infinite)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8, also=("hardshrink-torch.float32", "logit-torch.float32", "softplus-torch.float32"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_at_special_values(name, dtype):

@@ -41,6 +41,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_loops_over_truth_values_are_vectorised(name, tmp_path: pathlib.Path):
     found = toolchain.find_compiler()

@@ -37,7 +37,7 @@ def train(optimizer, options, steps, compiled):
     return ([p.detach() for p in model.parameters()], state), step
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_follow_atens(name):
     optimizer, options = OPTIMIZERS[name]
@@ -109,6 +109,7 @@ def transposed_and_empty():
     return parameters, parameters
 
 
+@pytest.mark.sampled(2, also=("transposed_and_empty-False",))
 @pytest.mark.parametrize(
     ("prepare", "foreach"),
     [(separate, True), (halves_of_one_storage, False), (overlapping, True), (transposed_and_empty, False)],

@@ -53,6 +53,7 @@ def lost(sample: runner.Sample) -> list[str]:
         return neighbours.lost_neighbours(module)[1]
 
 
+@pytest.mark.sampled(4, also=("large windows", "scatter_add of masks"))
 @pytest.mark.parametrize("name", CALLS)
 def test_neighbours_of_calls_that_cannot_be_fused(name):
     function, *args = CALLS[name]

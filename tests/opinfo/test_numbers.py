@@ -121,6 +121,7 @@ REFUSED = {int: (300, -129, 256), float: (1e39, -1e5, math.nan, -1.0)}
 SIZED = tuple("arange linspace logspace repeat expand broadcast tile eye ones zeros nn.functional.interpolate".split())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.uint8], ids=str)
 def test_numbers_that_eager_refuses_are_in_no_kernel(dtype):
     wrong, refused = [], 0

@@ -46,6 +46,7 @@ def test_every_operator_by_the_interpreter(share):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.sampled(4, also=("cat",))
 @pytest.mark.parametrize("name", KERNELS)
 def test_operators_by_kernels(name):
     op = next(op for op in OPERATORS if database.full_name(op) == name)
@@ -77,6 +78,7 @@ def test_written_inputs_are_compared_by_their_exact_value():
     assert outcome.status == runner.NATIVE, outcome
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", COMPILED)
 def test_operators_through_torch_compile(name):
     op = next(op for op in OPERATORS if database.full_name(op) == name)

@@ -38,8 +38,7 @@ def small(args) -> bool:
 @pytest.mark.sampled(
     4,
     also=(
-        "argmax-vectors", "bools-plain", "drawn-vectors", "prod_any-plain", "rms_swiglu-plain", "roll-plain",
-        "scalar_inputs-vectors",
+        "argmax-vectors", "bools-plain", "drawn-vectors", "rms_swiglu-plain", "roll-plain", "scalar_inputs-vectors",
     ),
 )  # fmt: skip
 @pytest.mark.parametrize("macros", [(), ("FUSER_LANES", "FUSER_MASKS")], ids=["plain", "vectors"])
