@@ -36,6 +36,7 @@ def test_programs_do_what_eager_does(way, first, count):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.optimised
 def test_programs_do_what_eager_does_as_users_compile_them():
     wrong = [(seed, problem) for seed in range(40_000, 40_012) for problem in [run_seed(seed, "kernel")[1]] if problem]
     assert not wrong
