@@ -138,6 +138,7 @@ def test_sizes_change():
             same(f(x), model(x))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("changes", ("images", "sides"))
 @pytest.mark.parametrize("train", (False, True))
 def test_graphs_of_free_sizes_are_converted(changes, train):
