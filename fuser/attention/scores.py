@@ -27,12 +27,12 @@ _SAME = frozenset(
     "alias alias_copy detach detach_copy lift_fresh lift_fresh_copy clone contiguous view reshape expand squeeze t"
     " resolve_conj resolve_neg".split()
 )
-# Elementwise functions without torch's tag for these.
+# Elementwise functions without torch's tag for these, in some of its releases.
 _ELEMENTWISE = frozenset(
     "where _to_copy convert_element_type full_like zeros_like ones_like floor_divide rsub isclose special_ndtr"
     " hardswish _prelu_kernel hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward"
-    " leaky_relu_backward elu_backward mish_backward softplus_backward softshrink_backward log_sigmoid_forward"
-    " log_sigmoid_backward".split()
+    " leaky_relu leaky_relu_backward elu_backward mish_backward softplus_backward softshrink_backward"
+    " log_sigmoid_forward log_sigmoid_backward".split()
 )
 _TRUE = ("new_ones", "ones", "ones_like", "full", "new_full", "full_like")
 

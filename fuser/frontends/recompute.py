@@ -28,7 +28,7 @@ ELEMENTWISE = frozenset(
         "binary_cross_entropy_with_logits channel_shuffle constant_pad_nd copy elu_backward expand_copy fill flip "
         "floor_divide glu glu_backward hardshrink_backward hardsigmoid_backward hardswish hardswish_backward "
         "hardtanh_backward huber_loss_backward "
-        "leaky_relu_backward log_sigmoid_backward log_sigmoid_forward mish_backward mse_loss_backward "
+        "leaky_relu leaky_relu_backward log_sigmoid_backward log_sigmoid_forward mish_backward mse_loss_backward "
         "native_channel_shuffle new_full new_ones ones_like permute_copy pixel_shuffle pixel_unshuffle "
         "reflection_pad1d reflection_pad2d reflection_pad3d repeat replication_pad1d replication_pad2d "
         "replication_pad3d roll select_copy select_scatter slice_copy slice_scatter smooth_l1_loss_backward "

@@ -142,8 +142,9 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def is_pointwise(target: Any) -> TypeGuard[torch._ops.OpOverload]:
-    """Whether `target` is tagged as an elementwise operator."""
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    """Whether `target` is tagged as an elementwise operator, or is one that torch 2.11 does not tag."""
+    tagged = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return tagged or target is aten.leaky_relu.default
 
 
 def is_read(node: fx.Node, by: Callable[[fx.Node], bool]) -> bool:

@@ -255,7 +255,11 @@ def test_its_gradient_called_by_itself_runs_on_aten(dynamic: bool) -> None:
         called = torch.ops.higher_order.flex_attention_backward
         return called(q, k, v, out, sums, grad, None, scored, None, blocks, 0.25, {}, (), ())[:3]
 
+    try:
+        want = gradient(q, k, v)
+    except TypeError:
+        pytest.skip("this torch's operator wants a joint graph")
     got = torch.compile(gradient, backend=fuser.backend, dynamic=dynamic)(q, k, v)
-    for found, expected in zip(got, gradient(q, k, v)):
+    for found, expected in zip(got, want):
         torch.testing.assert_close(found, expected)
     assert "flex_attention_backward" in str([u for u in last_compilation().unfused if "CPU" in u.reason])
