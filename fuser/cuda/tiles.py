@@ -131,7 +131,7 @@ LONGEST_COLUMN = 512  # of these
 LOOPED_COLUMNS = {1: Tile(128, 32, 8), 2: Tile(128, 32, 8), 4: Tile(64, 64, 8), 8: Tile(64, 32, 8)}
 # The same for chunks, of which several tiles are in flight, and the number of their programs. Over 15 shapes of batch
 # norms' gradients, 512 programs of 8 warps with 128 columns took 1.25 to 1.5 times as long in bfloat16; in float32 528
-# programs 1.05 to 1.25 times.
+# programs 1.05 to 1.3 times.
 SPLIT_COLUMNS = {1: Tile(128, 32, 8), 2: Tile(64, 32, 4), 4: Tile(64, 32, 4), 8: Tile(64, 32, 8)}
 COLUMN_PROGRAMS = {1: 512, 2: 396, 4: 396, 8: 2112}
 LEAST_STEPS = 4  # tiles of a chunk: fewer chunks are combined sooner
