@@ -172,3 +172,16 @@ def test_products_between_transforms_are_left():
     with torch.no_grad():
         run(reals(4, 16), made(9))
     assert not compilations()[-1].keys
+
+
+def test_inputs_that_are_conjugated_views():
+    """Their memory has the imaginary parts with the other sign."""
+
+    def fn(z):
+        return (z * (1 + 2j)).imag + 1, (2 - z).abs()
+
+    z = made(5, 7).conj()
+    assert z.is_conj()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(fn)(z), fn(z))
+    assert compilations()[-1].keys
