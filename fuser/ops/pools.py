@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from fuser.ops.depthwise import order_of
+
 _aten = torch.ops.aten
 _FORWARD = {2: _aten.max_pool2d_with_indices.default, 3: _aten.max_pool3d_with_indices.default}
 _BACKWARD = {2: _aten.max_pool2d_with_indices_backward.default, 3: _aten.max_pool3d_with_indices_backward.default}
@@ -77,20 +79,14 @@ def _average_backward(
 ) -> torch.Tensor:  # fmt: skip
     how = kernel, stride, padding, ceil_mode, count_include_pad, divisor_override
     found = _aten.avg_pool2d_backward.default(grad.contiguous(), x.contiguous(), *how)
-    return found.contiguous(memory_format=_order_of(x))  # type: ignore[no-any-return]
+    return found.contiguous(memory_format=order_of(x))  # type: ignore[no-any-return]
 
 
 def _average_backward_meta(
     grad: torch.Tensor, x: torch.Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, ceil_mode: bool,
     count_include_pad: bool, divisor_override: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    return torch.empty_like(x, memory_format=_order_of(x))
-
-
-def _order_of(x: torch.Tensor) -> torch.memory_format:
-    """Channels-last memory if the images are in it, and row-major memory otherwise."""
-    last = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if last else torch.contiguous_format
+    return torch.empty_like(x, memory_format=order_of(x))
 
 
 LIBRARY: Any = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -75,8 +75,8 @@ def _sums_on_cuda(node: fx.Node) -> bool:
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node) -> bool:
-    item = next((u for u in node.users if u.target is operator.getitem and u.args[1] == 2), None)
-    if item is None or any(u.target is not operator.getitem for u in node.users):
+    item = gradient_of(node, 2)
+    if item is None:
         return False
     grad: Any = node.args[0]
     with graph.inserting_before(node):
@@ -84,11 +84,23 @@ def _take_apart(graph: fx.Graph, node: fx.Node) -> bool:
     total.meta = dict(item.meta)
     item.replace_all_uses_with(total)
     graph.erase_node(item)
-    if not node.users:
-        graph.erase_node(node)
-        return True
-    mask: Any = node.args[10]
-    node.update_arg(10, [*mask[:2], False])
-    value: Any = node.meta["val"]
-    node.meta["val"] = (*value[:2], None)
+    leave_out(node, 2)
     return True
+
+
+def gradient_of(node: fx.Node, which: int) -> fx.Node | None:
+    """The node that takes one of a convolution's gradients; None if it is not computed, or the call has other users."""
+    mask: Any = node.args[10]
+    if not mask[which] or any(u.target is not operator.getitem for u in node.users):
+        return None
+    return next((u for u in node.users if u.args[1] == which), None)
+
+
+def leave_out(node: fx.Node, which: int) -> None:
+    """Let the call not compute a gradient that has been replaced; without other gradients it is erased."""
+    if not node.users:
+        node.graph.erase_node(node)
+        return
+    mask: Any = node.args[10]
+    node.update_arg(10, [m and n != which for n, m in enumerate(mask)])
+    node.meta["val"] = tuple(None if n == which else v for n, v in enumerate(node.meta["val"]))

@@ -18,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuser import config
+from fuser.passes.conv_bias import gradient_of, leave_out
 from fuser.passes.depthwise import is_depthwise
 from fuser.passes.example_sizes import by_example
 from fuser.passes.layouts import is_last
@@ -47,7 +48,7 @@ def _is_known(node: fx.Node) -> bool:
     """Whether a call has large channels-last images, and windows like those that were measured."""
     values: list[Any] = [a.meta.get("val") for a in node.args[:3] if isinstance(a, fx.Node)]
     images = len(values) == 3 and all(isinstance(v, torch.Tensor) and v.dim() == 4 for v in values)
-    if node.kwargs or not images or not is_depthwise(node) or any(u.target is not operator.getitem for u in node.users):
+    if node.kwargs or not images or not is_depthwise(node):
         return False
     grad, x, weight = values
     args: Any = node.args
@@ -55,12 +56,6 @@ def _is_known(node: fx.Node) -> bool:
     plain = all(k % 2 and s == d == 1 and p == k // 2 for k, s, p, d in sides)
     large = x.numel() >= _LEAST and x.shape[1] % _CHANNELS == 0 and x.device.type == "cuda"
     return bool(plain and large and is_last(grad) and is_last(x) and grad.dtype is weight.dtype is x.dtype)
-
-
-def _result(node: fx.Node, which: int) -> fx.Node | None:
-    """The node that takes one of the gradients, if it is computed."""
-    mask: Any = node.args[10]
-    return next((u for u in node.users if u.args[1] == which and mask[which]), None)
 
 
 def _window(node: fx.Node) -> tuple[torch.dtype, int]:
@@ -72,7 +67,7 @@ def _window(node: fx.Node) -> tuple[torch.dtype, int]:
 def _by_convolution(node: fx.Node) -> bool:
     """Compute the images' gradient by a convolution, where that takes less time."""
     dtype, places = _window(node)
-    item = _result(node, 0)
+    item = gradient_of(node, 0)
     if item is None or places == 1 or not (dtype in _HALVES or dtype is torch.float32 and places <= _SMALL):
         return False
     grad, _, weight, _, *how, _ = node.args
@@ -81,14 +76,14 @@ def _by_convolution(node: fx.Node) -> bool:
     found = write(aten.convolution.default, grad, turned, None, *how)
     found.meta["val"] = item.meta["val"]  # channels-last, too
     write.instead(found)
-    _leave_out(node, 0)
+    leave_out(node, 0)
     return True
 
 
 def _by_rows(node: fx.Node) -> bool:
     """Compute the filters' gradient from row-major images, where that takes less time."""
     dtype, places = _window(node)
-    item = _result(node, 1)
+    item = gradient_of(node, 1)
     if item is None or dtype is not torch.float32 or places < _LONG:
         return False
     grad, x, *behind, _ = node.args
@@ -96,15 +91,5 @@ def _by_rows(node: fx.Node) -> bool:
     rows = [write(aten.clone.default, image, memory_format=torch.contiguous_format) for image in (grad, x)]
     found = write(node.target, *rows, *behind, [False, True, False])
     write.instead(write(operator.getitem, found, 1))
-    _leave_out(node, 1)
+    leave_out(node, 1)
     return True
-
-
-def _leave_out(node: fx.Node, which: int) -> None:
-    """Do not compute a gradient that has been replaced."""
-    if not node.users:
-        node.graph.erase_node(node)
-        return
-    mask: Any = node.args[10]
-    node.update_arg(10, [m and n != which for n, m in enumerate(mask)])
-    node.meta["val"] = tuple(None if n == which else v for n, v in enumerate(node.meta["val"]))
