@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from fuser.ops import bessel_fits, special_cpp, special_fits
+from fuser.ops import special_cpp
+from fuser.ops.fits import FITS
 from fuser.ops.float_cpp import define, horner
-from fuser.ops.special_cpp import double_pair, polynomial
+from fuser.ops.special_cpp import double_pair, fit
 
 HELPERS: dict[str, str] = dict(special_cpp.HELPERS)  # which helpers here call
 _add = partial(define, HELPERS)
-
-
-def _fit(name: str, mid: str, x: str) -> str:
-    return polynomial(x, getattr(bessel_fits, name + mid))
 
 
 # In float64 by the maths library; eager has no values at infinity.
@@ -36,7 +33,7 @@ _NEAR = """\
 _FAR = f"""\
   u32 k;
   const double r = fuser_quadrant((float)c, &k), rr = r * r, i = 8.0 / c, v = i * i;
-  const double s0 = r * {polynomial("rr", bessel_fits.SIN)}, c0 = {polynomial("rr", bessel_fits.COS)};
+  const double s0 = r * {fit("SIN", "rr")}, c0 = {fit("COS", "rr")};
   const u64 turn = k;
   const double s1 = turn & 1u ? c0 : s0, c1 = turn & 1u ? -s0 : c0;
   const double sine = turn & 2u ? -s1 : s1, cosine = turn & 2u ? -c1 : c1;
@@ -45,13 +42,13 @@ _FAR = f"""\
 
 
 def _hankel(order: int) -> str:
-    return f"  const double p = {_fit(f'HANKEL_P{order}', '', 'v')}, q = i * {_fit(f'HANKEL_Q{order}', '', 'v')};\n"
+    return f"  const double p = {fit(f'HANKEL_P{order}', 'v')}, q = i * {fit(f'HANKEL_Q{order}', 'v')};\n"
 
 
 _J = {0: "p * plus - q * minus", 1: "p * minus + q * plus"}
 _Y = {0: "p * minus + q * plus", 1: "q * minus - p * plus"}
 for _order in (0, 1):
-    _small = _fit(f"J{_order}", "", "t")
+    _small = fit(f"J{_order}", "t")
     _add(f"fuser_j{_order}_f32", f"""\
 {_NEAR}\
   const double near = {"b * " if _order else ""}{_small};
@@ -61,7 +58,7 @@ for _order in (0, 1):
   return x - x == 0 ? {"__builtin_copysignf(1.0f, x) * y" if _order else "y"} : __builtin_nanf("");
 """)  # fmt: skip
     _log = "double l = 0.6366197723675814 * fuser_log_normal(b > 0 ? b : 1.0)"
-    _rest = _fit(f"Y{_order}", "", "t")
+    _rest = fit(f"Y{_order}", "t")
     _near = f"FUSER_FMA(l, j, {_rest})" if _order == 0 else f"b * FUSER_FMA(l, j, {_rest}) - 0.6366197723675814 / b"
     _add(f"fuser_y{_order}_f32", f"""\
 {_NEAR}\
@@ -82,14 +79,14 @@ for _type, _d, _f in (("float", "f32", "f"), ("double", "f64", "")):
 # exp(x) K(x): up to 1 by the series 9.6.11 and 9.6.13, whose terms are positive except for log(x / 2) + gamma < 0.
 def _modified(order: int, scaled: bool) -> Callable[[str], str]:
     def body(mid: str) -> str:
-        i, rest = _fit(f"K{order}_I", mid, "z"), _fit(f"K{order}_REST", mid, "z")
+        i, rest = fit(f"K{order}_I", "z", mid), fit(f"K{order}_REST", "z", mid)
         small = f"FUSER_FMA(z, {rest}, -l * {i})" if order == 0 else f"FUSER_FMA(z, l * {i} - {rest}, 1.0) / b"
         return f"""\
   const bool near = x < 1.0;
   const double b = near ? x : 1.0, u = 1.0 / (near ? 1.0 : x), z = b * b;
   const double l = {"fuser_log_normal" if mid else "fuser_log_f64"}(__builtin_fabs(x)) - 0.11593151565841245;
   const double small = {small}, root = __builtin_sqrt(u);
-  const double large = root * ({_fit(f"K{order}_P", mid, "u")} / {_fit(f"K{order}_Q", mid, "u")});
+  const double large = root * ({fit(f"K{order}_P", "u", mid)} / {fit(f"K{order}_Q", "u", mid)});
   const double y = {"near ? small * {exp}(b) : large" if scaled else "near ? small : large * {exp}(-x)"};
   const double edge = x == 0 ? __builtin_inf() : __builtin_nan("");
   return x > 0 ? y : edge;
@@ -107,7 +104,7 @@ for _order in (0, 1):
 def _erfcx_of(mid: str, clamped: str) -> str:
     return f"""\
   const double a = {clamped}, far = a < 1e20 ? a : 1e20, t = (far - 4.0) / (far + 4.0);
-  const double e = 0.5 * {polynomial("t", getattr(special_fits, "ERFCX" + mid))} / (0.5 + a);
+  const double e = 0.5 * {fit("ERFCX", "t", mid)} / (0.5 + a);
 """
 
 
@@ -139,8 +136,8 @@ double_pair(
 _add("fuser_ndtri_f32", f"""\
   const float square = 4.0f * x * (1.0f - x), w = -fuser_log_f32(square), s = __builtin_sqrtf(w);
   const float t = FUSER_FMAF(w, 0.4f, -1.0f), v = (1.0f / s - 0.2721505f) * 5.7122256f;
-  const float far = s * {horner("v", *special_fits.NDTRI_FAR_SINGLE)};
-  const float p = w < 5.0f ? {horner("t", *special_fits.NDTRI_SINGLE)} : far;
+  const float far = s * {horner("v", *FITS["NDTRI_FAR_SINGLE"])};
+  const float p = w < 5.0f ? {horner("t", *FITS["NDTRI_SINGLE"])} : far;
   const float edge = x == 1 ? __builtin_inff() : x == 0 ? -__builtin_inff() : __builtin_nanf("");
   return square > 0 ? FUSER_FMAF(2.0f, x, -1.0f) * p : edge;
 """)  # fmt: skip

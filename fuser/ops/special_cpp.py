@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from fuser.ops import special_fits as fits
+from fuser.ops.fits import FITS
 from fuser.ops.float_cpp import define, horner
 from fuser.ops.math_cpp import sum_of_logs
 
@@ -18,16 +18,16 @@ HELPERS: dict[str, str] = {}
 _add = partial(define, HELPERS, kind="double")
 
 
-def polynomial(x: str, coefficients: tuple[float, ...]) -> str:
-    """C++ text of the polynomial in double, lowest degree first."""
-    return horner(x, *coefficients, double=True)
+def fit(name: str, x: str, mid: str = "") -> str:
+    """C++ text of a polynomial of `FITS` in double; with `mid`, of its short form."""
+    return horner(x, *FITS[name + mid], double=True)
 
 
 _add("fuser_exp_mid", f"""\
   const double over = x > 700.0 ? 700.0 : x, c = over < -700.0 ? -700.0 : over;
   const double t = FUSER_FMA(c, 1.4426950408889634, 6755399441055744.0), n = t - 6755399441055744.0;
   const double r = FUSER_FMA(n, -0.6931471805599453, c);
-  return {polynomial("r", fits.EXP_MID)} * FUSER_BITS(double, (FUSER_BITS(u64, t) << 52) + 0x3ff0000000000000ULL);
+  return {fit("EXP_MID", "r")} * FUSER_BITS(double, (FUSER_BITS(u64, t) << 52) + 0x3ff0000000000000ULL);
 """)  # fmt: skip
 # For normal numbers: x = 2^e m with m from sqrt(1/2) to sqrt(2).
 _add("fuser_log_normal", f"""\
@@ -35,7 +35,7 @@ _add("fuser_log_normal", f"""\
   const double e = FUSER_BITS(double, ((b + (1024ULL << 52)) >> 52) | 0x4330000000000000ULL) - 4503599627371520.0;
   const double m = FUSER_BITS(double, (b & 0xfffffffffffffULL) + 0x3fe6a09e667f3bcdULL), s = (m - 1.0) / (m + 1.0);
   const double z = s * s;
-  return FUSER_FMA(e, 0.6931471805599453, s * {polynomial("z", fits.LOG_MID)});
+  return FUSER_FMA(e, 0.6931471805599453, s * {fit("LOG_MID", "z")});
 """)  # fmt: skip
 _add("fuser_log_mid", """\
   const double y = fuser_log_normal(x);
@@ -54,7 +54,7 @@ for _name, _wide, _power, _scale in (
 ):  # fmt: skip
     HELPERS[f"fuser_{_name}_f64"] = sum_of_logs(_name, "f64", f"(m + {_wide})")
     HELPERS[f"fuser_{_name}_f32"] = sum_of_logs(
-        _name, "f32", f"FUSER_FMA(e, {polynomial('e', fits.LOG1P_MID)}{_scale}, m)", f", e = fuser_exp_mid({_power})"
+        _name, "f32", f"FUSER_FMA(e, {fit('LOG1P_MID', 'e')}{_scale}, m)", f", e = fuser_exp_mid({_power})"
     )
 
 
@@ -67,20 +67,15 @@ def double_pair(helpers: dict[str, str], name: str, body: Callable[[str], str]) 
     define(helpers, f"fuser_{name}_f32", f"  return (float)fuser_{name}_mid((double)x);\n")
 
 
-def fit(name: str, mid: str, x: str) -> str:
-    """C++ text of the polynomial `name` of special_fits; with `mid`, of its short form."""
-    return polynomial(x, getattr(fits, name + mid))
-
-
 # Up to 8 a polynomial replaces the power series, all coefficients positive; above 8 the series 9.7.1.
 def _bessel(order: int, scaled: bool) -> Callable[[str], str]:
     def body(mid: str) -> str:
-        small = fit(f"I{order}", mid, "z")
+        small = fit(f"I{order}", "z", mid)
         growth = "({exp}(a) + (a - a))" if mid else "{exp}(a)"  # infinity times 0 is NaN, in eager too
         return f"""\
   const double a = __builtin_fabs(x), b = a < 8.0 ? a : 8.0, z = b * b;
   const double u = FUSER_FMA(16.0, 1.0 / (a < 8.0 ? 8.0 : a), -1.0);
-  const double small = {small}, large = {fit(f"I{order}_TAIL", mid, "u")} / __builtin_sqrt(a);
+  const double small = {small}, large = {fit(f"I{order}_TAIL", "u", mid)} / __builtin_sqrt(a);
   const double out = {"a < 8.0 ? {exp}(-b) * SMALL : large" if scaled else f"a < 8.0 ? SMALL : {growth} * large"};
   return {"x < 0 ? -out : out" if order else "out"};
 """.replace("SMALL", "(b * small)" if order else "small")
@@ -96,14 +91,14 @@ for _order in (0, 1):
 _add("fuser_erfinv_f64", f"""\
   const double square = (1.0 - x) * (1.0 + x), w = -fuser_log_f64(__builtin_fabs(square)), s = __builtin_sqrt(w);
   const double t = FUSER_FMA(w, 0.32, -1.0), u = (s - 4.255) * 0.5698005698005698;
-  const double p = w < 6.25 ? {polynomial("t", fits.ERFINV)} : {polynomial("u", fits.ERFINV_TAIL)};
+  const double p = w < 6.25 ? {fit("ERFINV", "t")} : {fit("ERFINV_TAIL", "u")};
   const double edge = __builtin_fabs(x) == 1.0 ? __builtin_copysign(__builtin_inf(), x) : __builtin_nan("");
   return square > 0 ? x * p : edge;
 """)  # fmt: skip
 define(HELPERS, "fuser_erfinv_f32", f"""\
   const double y = x, square = FUSER_FMA(-y, y, 1.0), w = -fuser_log_normal(square), s = __builtin_sqrt(w);
   const double t = FUSER_FMA(w, 0.4, -1.0), u = FUSER_FMA(s, 1.12743891797001646, -3.521030061059766);
-  const double p = w < 5.0 ? {polynomial("t", fits.ERFINV_MID)} : {polynomial("u", fits.ERFINV_TAIL_MID)};
+  const double p = w < 5.0 ? {fit("ERFINV_MID", "t")} : {fit("ERFINV_TAIL_MID", "u")};
   const float value = (float)(y * p);
   const float edge = __builtin_fabsf(x) == 1.0f ? __builtin_copysignf(__builtin_inff(), x) : __builtin_nanf("");
   return __builtin_fabsf(x) < 1.0f ? value : edge;
@@ -118,11 +113,11 @@ def _lgamma(mid: str) -> str:
   const double y = __builtin_fabs(x), d = y - __builtin_rint(y), l = {{log}}(y);
   const bool low = y < 1.0, near = y < {bound};
   const double b = near ? y : {bound}, v = low ? b + 1.0 : b, one = low ? b : b - 1.0, two = low ? b - 1.0 : b - 2.0;
-  const double small = one * two * {fit("LGAMMA_P", mid, "v")} / {fit("LGAMMA_Q", mid, "v")} + 0.0;
+  const double small = one * two * {fit("LGAMMA_P", "v", mid)} / {fit("LGAMMA_Q", "v", mid)} + 0.0;
   const double r = 1.0 / (near ? {bound} : y), z = r * r;
-  const double large = FUSER_FMA(y - 0.5, l - 1.0, FUSER_FMA(r, {fit("LGAMMA_TAIL", mid, "z")}, 0.4189385332046727));
+  const double large = FUSER_FMA(y - 0.5, l - 1.0, FUSER_FMA(r, {fit("LGAMMA_TAIL", "z", mid)}, 0.4189385332046727));
   const double here = near ? small - (low & (x > 0) ? l : 0.0) : large;
-  const double s = __builtin_fabs(d * {fit("SIN_PI", mid, "d * d")});
+  const double s = __builtin_fabs(d * {fit("SIN_PI", "d * d", mid)});
   const double there = -{{log}}((low ? s : y * s) * 0.3183098861837907) - here;
   const double at = x < 0 ? there : here;
   return (d == 0) & (x <= 0) | (y == __builtin_inf()) ? __builtin_inf() : at;
@@ -140,12 +135,12 @@ def _digamma(mid: str) -> str:
   const bool low = y < 1.0, near = y < 8.0;
   const double b = near ? y : 8.0, v = low ? b + 1.0 : b;
   const double zero = v - 1.4616321449683622 - 9.549995429965697e-17;
-  const double small = zero * {fit("DIGAMMA_P", mid, "v")} / {fit("DIGAMMA_Q", mid, "v")} - (low ? 1.0 / b : 0.0);
+  const double small = zero * {fit("DIGAMMA_P", "v", mid)} / {fit("DIGAMMA_Q", "v", mid)} - (low ? 1.0 / b : 0.0);
   const double c = near ? 8.0 : y, r = 1.0 / c, z = r * r;
   const double l = {"fuser_log_normal" if mid else "fuser_log_f64"}(c);
-  const double large = l - FUSER_FMA(z, {fit("DIGAMMA_TAIL", mid, "z")}, 0.5 * r);
-  const double q = d * d, s = d * {fit("SIN_PI", mid, "q")};
-  const double h = 0.5 - __builtin_fabs(d), g = h * h, c0 = h * {fit("SIN_PI", mid, "g")};
+  const double large = l - FUSER_FMA(z, {fit("DIGAMMA_TAIL", "z", mid)}, 0.5 * r);
+  const double q = d * d, s = d * {fit("SIN_PI", "q", mid)};
+  const double h = 0.5 - __builtin_fabs(d), g = h * h, c0 = h * {fit("SIN_PI", "g", mid)};
   const double turn = left ? 3.141592653589793 * c0 / s : 0.0;
   const double at = y == __builtin_inf() ? y : (near ? small : large) - turn;
   const double edge = left ? __builtin_nan("") : __builtin_copysign(__builtin_inf(), -x);
@@ -160,7 +155,7 @@ double_pair(HELPERS, "digamma", _digamma)
 def _trigamma_right(mid: str) -> str:
     steps = 6 if mid else 10
     bernoulli = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6)
-    series = polynomial("z", bernoulli[:3] if mid else bernoulli)
+    series = horner("z", *(bernoulli[:3] if mid else bernoulli), double=True)
     terms = " + ".join(f"1.0 / ((x + {k}.0) * (x + {k}.0))" for k in range(steps))
     return f"""\
   const double y = x + {steps}.0, r = 1.0 / y, z = r * r;
