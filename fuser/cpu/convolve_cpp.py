@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from fuser.cpu import dots, packed_cpp
 from fuser.cpu.dots import DTYPES, ELEMENTS, PAIRS, Shape
-from fuser.cpu.epilogues import PER_CHANNEL, PER_ELEMENT, Epilogue
+from fuser.cpu.epilogues import PER_CHANNEL, PER_ELEMENT, Epilogue, folded
 from fuser.cpu.routines import Routine
 from fuser.cpu.text import filled
 from fuser.ir.loop_body import Value, ops
@@ -120,26 +118,8 @@ _IN_LANES = """\
 def _computed(epilogue: Epilogue, v: Value, *operands: Value) -> Value:
     """The value of an epilogue for `v`; `operands` are those of its steps, in order."""
     rest = iter(operands)
-    for step in epilogue:
-        if step == "times":
-            v = ops.mul(v, next(rest))
-        elif step in ("plus", PER_ELEMENT):
-            v = ops.add(v, next(rest))
-        else:
-            v = ops.relu(v) if step == "relu" else _activated(step, v)
-    return v
-
-
-def _activated(step: str, v: Value) -> Value:
-    from fuser.lowering import activations  # a process that finds its kernels on disk imports no lowerings
-
-    if step == "relu6":
-        return ops.minimum(activations.number(6, v), ops.maximum(activations.number(0, v), v))
-    by_name: dict[str, Callable[[Value], Value]] = {
-        "hardswish": activations.hardswish, "hardsigmoid": activations.hardsigmoid, "silu": activations.silu,
-        "sigmoid": activations.logistic, "tanh": ops.tanh, "gelu": activations.gelu, "gelu_tanh": activations.gelu_tanh,
-    }  # fmt: skip
-    return by_name[step](v)
+    made: Value = folded(epilogue, v, rest, rest, ops.mul, ops.add, packed_cpp.lowered)
+    return made
 
 
 def routine(dtype: torch.dtype, shape: Shape, epilogue: Epilogue, machine: Machine) -> Routine:

@@ -11,6 +11,10 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
 
 Epilogue = tuple[str, str]  # oneDNN's name and algorithm of an activation applied to a product
+EPILOGUES: dict[Epilogue, str] = {  # with its name in `epilogues.py`
+    ("gelu", "erf"): "gelu", ("gelu", "tanh"): "gelu_tanh", ("swish", ""): "silu", ("sigmoid", ""): "sigmoid",
+    ("tanh", ""): "tanh",
+}  # fmt: skip
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 ELEMENTS = {"f32": "float", "bf16": "u16"}
 PAIRS = {"f32": 1, "bf16": 2}  # elements of each operand that one lane of a sum takes at once
@@ -100,4 +104,4 @@ def add(dtype: str, s: str, a: str, b: str) -> str:
     return _ADD[dtype].format(s=s, a=a, b=b)
 
 
-__all__ = ["DTYPES", "ELEMENTS", "PAIRS", "Epilogue", "Shape", "add", "shape_of", "wide_shape", "words"]
+__all__ = ["DTYPES", "ELEMENTS", "EPILOGUES", "PAIRS", "Epilogue", "Shape", "add", "shape_of", "wide_shape", "words"]

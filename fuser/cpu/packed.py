@@ -16,24 +16,13 @@ import torch
 import torch.nn.functional as F
 
 from fuser import config, machines
-from fuser.cpu import toolchain
-from fuser.cpu.dots import DTYPES, PAIRS, Epilogue, Shape, shape_of
-
-_aten = torch.ops.aten
-EPILOGUES: dict[Epilogue, tuple[Any, dict[str, Any]]] = {  # operators, and their arguments after the tensor
-    ("gelu", "erf"): (_aten.gelu.default, {}),
-    ("gelu", "tanh"): (_aten.gelu.default, {"approximate": "tanh"}),
-    ("swish", ""): (_aten.silu.default, {}),
-    ("sigmoid", ""): (_aten.sigmoid.default, {}),
-    ("tanh", ""): (_aten.tanh.default, {}),
-}
+from fuser.cpu import epilogues, toolchain
+from fuser.cpu.dots import DTYPES, EPILOGUES, PAIRS, Epilogue, Shape, shape_of
 
 
 def activated(epilogue: Epilogue, x: torch.Tensor) -> torch.Tensor:
     """An activation of `EPILOGUES` applied to a tensor on ATen."""
-    operator, arguments = EPILOGUES[epilogue]
-    made: torch.Tensor = operator(x, **arguments)
-    return made
+    return epilogues.activated(EPILOGUES[epilogue], x)
 
 
 def why_not(dtype: torch.dtype, inner: int) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from fuser.cpu import dots
-from fuser.cpu.dots import DTYPES, ELEMENTS, PAIRS, Epilogue, Shape
+from fuser.cpu.dots import DTYPES, ELEMENTS, EPILOGUES, PAIRS, Epilogue, Shape
 from fuser.cpu.routines import Routine
 from fuser.cpu.text import filled
 from fuser.ir.loop_body import Row, Value, ops, recording
@@ -93,15 +93,19 @@ WHOLE
 """
 
 
-def _lowered(epilogue: Epilogue, v: Value) -> Value:
+def lowered(step: str, v: Value) -> Value:
     """The lowering of an activation, applied to a value of a loop body."""
-    from fuser.lowering import activations
+    if step == "relu":
+        return ops.relu(v)
+    from fuser.lowering import activations  # a process that finds its kernels on disk imports no lowerings
 
-    by_name: dict[Epilogue, Callable[[Value], Value]] = {
-        ("gelu", "erf"): activations.gelu, ("gelu", "tanh"): activations.gelu_tanh,
-        ("swish", ""): activations.silu, ("sigmoid", ""): activations.logistic, ("tanh", ""): ops.tanh,
+    if step == "relu6":
+        return ops.minimum(activations.number(6, v), ops.maximum(activations.number(0, v), v))
+    by_name: dict[str, Callable[[Value], Value]] = {
+        "hardswish": activations.hardswish, "hardsigmoid": activations.hardsigmoid, "silu": activations.silu,
+        "sigmoid": activations.logistic, "tanh": ops.tanh, "gelu": activations.gelu, "gelu_tanh": activations.gelu_tanh,
     }  # fmt: skip
-    return by_name[epilogue](v)
+    return by_name[step](v)
 
 
 def routine(
@@ -115,7 +119,7 @@ def routine(
     helper = ""
     if epilogue is not None:
         value, lanes = f"fuser_epilogue({value})", f"fuser_lanes_epilogue({lanes})"
-        helper = function_of(functools.partial(_lowered, epilogue), 1, machine)
+        helper = function_of(functools.partial(lowered, EPILOGUES[epilogue]), 1, machine)
     entry = "_".join(["product_packed", name, *(["bias"] if bias else []), *filter(None, epilogue or ())])
     words: dict[str, object] = {
         "HELPER": panel(name, shape) + helper, "ENTRY": entry,
@@ -222,4 +226,4 @@ def _program(dtype: torch.dtype, bias: bool, width: int, entry: str) -> LaunchPr
     return LaunchProgram((number, *tensors), 4, 0, (), (out,), (step,), (("buffer", 0),), True)
 
 
-__all__ = ["LANES", "MOST_ROWS", "PART_BYTES", "function_of", "panel", "routine", "store_lanes"]
+__all__ = ["LANES", "MOST_ROWS", "PART_BYTES", "function_of", "lowered", "panel", "routine", "store_lanes"]

@@ -24,7 +24,7 @@ from fuser.contests import race
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
 from fuser.cpu import convolve
-from fuser.cpu.epilogues import ACTIVATIONS, PER_CHANNEL, PER_ELEMENT, Epilogue
+from fuser.cpu.epilogues import ACTIVATIONS, PER_CHANNEL, PER_ELEMENT, Epilogue, folded
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.providers import linear_op
 
@@ -230,15 +230,13 @@ def _kernel(steps: Epilogue, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     out = graph.placeholder("x")
     vectors = [graph.placeholder(f"a{n}") for n, s in enumerate(steps) if s in PER_CHANNEL]
     others = [graph.placeholder(f"b{n}") for n, s in enumerate(steps) if s == PER_ELEMENT]
-    for step in steps:
-        if step == "times":
-            out = graph.call_function(aten.mul.Tensor, (out, vectors.pop(0)))
-        elif step in ("plus", PER_ELEMENT):
-            out = graph.call_function(aten.add.Tensor, (out, (vectors if step == "plus" else others).pop(0)))
-        else:
-            target, arguments, named = ACTIVATIONS[step]
-            out = graph.call_function(target, (out, *arguments), named)
-    graph.output(out)
+
+    def activated(step: str, x: fx.Node) -> fx.Node:
+        target, arguments, named = ACTIVATIONS[step]
+        return graph.call_function(target, (x, *arguments), named)
+
+    times, plus = (lambda *a, op=op: graph.call_function(op, a) for op in (aten.mul.Tensor, aten.add.Tensor))
+    graph.output(folded(steps, out, vectors, others, times, plus, activated))
     handle: Callable[..., torch.Tensor] = interface.fusion_handle(interface.register_fusion(graph))
     return handle
 

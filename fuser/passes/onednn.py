@@ -18,11 +18,12 @@ from torch import fx
 
 from fuser import config
 from fuser.cpu import packed
+from fuser.cpu.dots import Epilogue
 from fuser.passes import providers
 from fuser.passes.calls import put_for
 from fuser.passes.classify import APART, Kind, classify, is_view
 from fuser.passes.hints import are_numbers, is_contiguous, size_hint
-from fuser.passes.providers import OF_ONEDNN, Epilogue, linear_op
+from fuser.passes.providers import OF_ONEDNN, linear_op
 from fuser.runtime import packing, products, warm
 
 aten = torch.ops.aten

@@ -31,6 +31,8 @@ from fuser.contests import race
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
 from fuser.cpu import packed
+from fuser.cpu.dots import Epilogue
+from fuser.cpu.epilogues import ACTIVATIONS
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.calls import own_operator
 from fuser.targets import LEAST_WEIGHT
@@ -46,8 +48,6 @@ ATEN, APART, ONEDNN, PACKED = "aten", "aten, bias apart", "onednn", "onednn pack
 OWN, OWN_PACKED = "own kernel", "own kernel, packed"
 DTYPES = (torch.float32, torch.bfloat16)
 
-
-Epilogue = tuple[str, str]  # oneDNN's name and algorithm of an activation
 EPILOGUES = frozenset(packed.EPILOGUES)  # which the package's kernels compute as epilogues
 # The epilogues that oneDNN computes as accurately as ATen, on NaN and infinities too. Not its relu, hardtanh and
 # hardsigmoid, which turn NaN into a number, nor its gelu by erf, which turns infinity into NaN.
@@ -182,12 +182,14 @@ def _own_kernel(bias: bool, epilogue: Epilogue | None) -> Callable[..., torch.Te
     graph = fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
     out = graph.call_function(product_op(), (graph.placeholder("bias") if bias else None, x, w))
-    if epilogue is not None:
-        target, arguments = packed.EPILOGUES[epilogue]
-        out = graph.call_function(target, (out,), arguments)
-    graph.output(out)
+    graph.output(out if epilogue is None else _activated(graph, out, epilogue))
     call: Callable[..., torch.Tensor] = interface.fusion_handle(interface.register_fusion(graph))
     return call
+
+
+def _activated(graph: fx.Graph, x: fx.Node, epilogue: Epilogue) -> fx.Node:
+    target, arguments, named = ACTIVATIONS[packed.EPILOGUES[epilogue]]
+    return graph.call_function(target, (x, *arguments), named)
 
 
 def _own_packed(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
@@ -267,8 +269,7 @@ def _contestant(provider: Provider, product: Product, operands: Operands) -> Con
 def _activation(epilogue: Epilogue) -> Callable[..., torch.Tensor]:
     """A kernel of the package for an activation alone."""
     graph = fx.Graph()
-    target, arguments = packed.EPILOGUES[epilogue]
-    graph.output(graph.call_function(target, (graph.placeholder("x"),), arguments))
+    graph.output(_activated(graph, graph.placeholder("x"), epilogue))
     call: Callable[..., torch.Tensor] = interface.fusion_handle(interface.register_fusion(graph))
     return call
 
