@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fuser.canonical.schemas import is_pointwise
 from fuser.errors import Unsupported
 from fuser.lazy_dataclasses import dataclass
 
@@ -31,7 +32,7 @@ _SAME = frozenset(
 _ELEMENTWISE = frozenset(
     "where _to_copy convert_element_type full_like zeros_like ones_like floor_divide rsub isclose special_ndtr"
     " hardswish _prelu_kernel hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward"
-    " leaky_relu leaky_relu_backward elu_backward mish_backward softplus_backward softshrink_backward"
+    " leaky_relu_backward elu_backward mish_backward softplus_backward softshrink_backward"
     " log_sigmoid_forward log_sigmoid_backward".split()
 )
 _TRUE = ("new_ones", "ones", "ones_like", "full", "new_full", "full_like")
@@ -146,7 +147,7 @@ class _Inliner:
             return self.call(target, *args) if isinstance(args[0], fx.Node) else args[0][args[1]]
         result = _tensor(node)
         if result is None:  # sizes and their arithmetic, or several numbers
-            if isinstance(node.meta.get("val"), (tuple, list)) and not _is_pointwise(target):
+            if isinstance(node.meta.get("val"), (tuple, list)) and not _is_elementwise(target):
                 raise Unsupported(f"a score modification calls {target}")
             return self.graph.call_function(target, args, kwargs)
         if name in _SAME and isinstance(args[0], _Part) and args[0].dims == result.dim():
@@ -160,7 +161,7 @@ class _Inliner:
         if name in _MADE or name in _FILLED:
             value = _MADE[name] if name in _MADE else args[_FILLED[name]]
             return self._number(value, result.dtype)
-        if not _is_pointwise(target):
+        if not _is_elementwise(target):
             raise Unsupported(f"a score modification calls {target}")
         return self.graph.call_function(target, args, kwargs)
 
@@ -181,9 +182,8 @@ def _tensor(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _is_pointwise(target: Any) -> bool:
-    tagged = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-    return tagged or _name(target) in _ELEMENTWISE
+def _is_elementwise(target: Any) -> bool:
+    return is_pointwise(target) or _name(target) in _ELEMENTWISE
 
 
 @dataclass(frozen=True)

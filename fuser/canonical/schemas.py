@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -140,6 +140,12 @@ def signature(overload: OpOverload) -> Signature:
         result=result,
         results=len(returns) if len(returns) > 1 and result is Kind.TENSORS else 1,
     )
+
+
+def is_pointwise(target: Any) -> TypeGuard[OpOverload]:
+    """Whether `target` is tagged as an elementwise operator, or is one that torch 2.11 does not tag."""
+    tagged = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+    return tagged or target is torch.ops.aten.leaky_relu.default
 
 
 @functools.cache

@@ -18,7 +18,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fuser import compiler, forks
-from fuser.passes.classify import after_tangents, is_pointwise, is_read, is_view
+from fuser.canonical.schemas import is_pointwise
+from fuser.passes.classify import after_tangents, is_read, is_view
 
 # Elementwise operators and data movement: recomputed where they are read.
 ELEMENTWISE = frozenset(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import fx
@@ -139,12 +139,6 @@ def base_of(value: Any) -> Any:
 def is_mutable(node: fx.Node) -> bool:
     """Whether a node's call writes to an argument."""
     return MARK in node.meta or isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def is_pointwise(target: Any) -> TypeGuard[torch._ops.OpOverload]:
-    """Whether `target` is tagged as an elementwise operator, or is one that torch 2.11 does not tag."""
-    tagged = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-    return tagged or target is aten.leaky_relu.default
 
 
 def is_read(node: fx.Node, by: Callable[[fx.Node], bool]) -> bool:

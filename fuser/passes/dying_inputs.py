@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from fuser import config, targets
+from fuser.canonical.schemas import is_pointwise
 from fuser.kernel_spec import memory_order
-from fuser.passes.classify import is_pointwise, op_name
+from fuser.passes.classify import op_name
 from fuser.passes.extract import GroupPlan, Plan
 from fuser.passes.grouping import Grouping
 from fuser.passes.hints import are_numbers, is_contiguous, same

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from fuser.passes.classify import is_pointwise, tensors_of
+from fuser.canonical.schemas import is_pointwise
+from fuser.passes.classify import tensors_of
 from fuser.passes.cleanup import reaches_output, same_static_shape
 from fuser.passes.hints import same
 

@@ -16,10 +16,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+from fuser.canonical.schemas import is_pointwise
 from fuser.errors import Unsupported
 from fuser.lowering.corrections import corrected
 from fuser.passes.calls import own_operator
-from fuser.passes.classify import Kind, classify, is_pointwise, is_view, is_write_back, op_name, tensors_of
+from fuser.passes.classify import Kind, classify, is_view, is_write_back, op_name, tensors_of
 
 aten = torch.ops.aten
 _ANY_STRIDES = ("aten", "prims", "mkldnn")

@@ -16,7 +16,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fuser import config, targets
-from fuser.passes.classify import LIBRARY, after_tangents, is_pointwise, is_read, is_view, op_name
+from fuser.canonical.schemas import is_pointwise
+from fuser.passes.classify import LIBRARY, after_tangents, is_read, is_view, op_name
 from fuser.passes.hints import is_contiguous, same
 from fuser.passes.writing import Writer
 

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from fuser import config
+from fuser.canonical.schemas import is_pointwise
 from fuser.passes.again import AGAIN
-from fuser.passes.classify import after_tangents, draws, is_pointwise
+from fuser.passes.classify import after_tangents, draws
 from fuser.passes.hints import same
 from fuser.passes.norm_results import batch_operands, normalised
 from fuser.passes.writing import Writer

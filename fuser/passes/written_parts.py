@@ -6,6 +6,7 @@ the sum. The slice is the product, and of the two new contents only the last one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,26 +82,38 @@ def _span(part: Part) -> range | None:
 
 def _read(view: fx.Node) -> int:
     """Replace a view of a written tensor by the value that was written there, unless a later write may overlap it."""
-    part, source = _part(view), view.args[0]
-    if part is None or not view.users:
+    if not view.users:
         return 0
-    while isinstance(source, fx.Node) and source.target in PART_OF:
-        written, older, value = _part(source), source.args[0], source.args[1]
-        if written is None or not isinstance(older, fx.Node) or not isinstance(value, fx.Node):
-            break
-        if written == part:
-            if value.op == "placeholder" or not _serves(value, view, older):
-                break
-            view.replace_all_uses_with(value)
-            view.graph.erase_node(view)
-            return 1
-        if not _apart(written, part):
-            break
-        source = older
-    return 0
+    source, is_written = behind_writes(view, _part, _apart)
+    return int(is_written and _serves(source.args[1], view, source.args[0]) and is_replaced(view, source.args[1]))
 
 
-def _serves(value: fx.Node, view: fx.Node, older: fx.Node) -> bool:
+def behind_writes(
+    view: fx.Node, part_of: Callable[[fx.Node], Any], are_apart: Callable[[Any, Any], bool]
+) -> tuple[Any, bool]:
+    """The tensor that a view reads, without later writes into other parts; whether it is a write into the view's part.
+
+    part_of: the part that a write or a view is of; None if it is not known. are_apart: whether two share no element.
+    """
+    part, source = part_of(view), view.args[0]
+    while part is not None and isinstance(source, fx.Node) and source.target in PART_OF:
+        written = part_of(source)
+        if written is None or written == part or not are_apart(written, part):
+            return source, written == part
+        source = source.args[0]
+    return source, False
+
+
+def is_replaced(view: fx.Node, value: Any) -> bool:
+    """Replace a view by the value that was written there; whether it is possible: inputs stay apart from results."""
+    if value.op == "placeholder":
+        return False
+    view.replace_all_uses_with(value)
+    view.graph.erase_node(view)
+    return True
+
+
+def _serves(value: Any, view: fx.Node, older: Any) -> bool:
     """Whether readers of `view` get the same from `value`: its elements, and its dims in the same order of memory."""
     a, b, base = (n.meta.get("val") for n in (value, view, older))
     if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in (a, b, base)):

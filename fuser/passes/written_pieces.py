@@ -15,6 +15,7 @@ from fuser.passes.calls import put_for
 from fuser.passes.classify import is_write_back
 from fuser.passes.cleanup import reaches_output, same_static_shape
 from fuser.passes.hints import is_contiguous
+from fuser.passes.written_parts import behind_writes, is_replaced
 
 aten = torch.ops.aten
 LEAST = 3  # fewer writes stay: a kernel selects among their rows at each element, without a store
@@ -63,23 +64,12 @@ def _apart(a: Span, b: Span) -> bool:
 
 def _read_through(cut: fx.Node, kept: set[fx.Node]) -> int:
     """A piece read after writes into other pieces is read from the older tensor, or is the value that was written."""
-    span, source = _span(cut), cut.args[0]
-    if span is None or cut in kept or _of_written_input(source):
+    if cut in kept or _of_written_input(cut.args[0]):
         return 0
-    while isinstance(source, fx.Node) and source.target in _SCATTERS:
-        written, older = _span(source), source.args[0]
-        if written is None or not _alike(source, older):
-            break
-        value: Any = source.args[1]
-        if written == span and _SCATTERS[source.target] is cut.target and _alike(cut, value):
-            if value.op == "placeholder":
-                break
-            cut.replace_all_uses_with(value)
-            cut.graph.erase_node(cut)
+    source, is_written = behind_writes(cut, lambda n: _span(n) if n is cut or _alike(n, n.args[0]) else None, _apart)
+    if is_written and _SCATTERS[source.target] is cut.target and _alike(cut, source.args[1]):
+        if is_replaced(cut, source.args[1]):
             return 1
-        if not _apart(written, span):
-            break
-        source = older
     if source is cut.args[0]:
         return 0
     cut.update_arg(0, source)
