@@ -61,28 +61,16 @@ _RECURRENCE = """\
   return q;
 """
 _OVERFLOWN = '  if (k > {LIMIT}) return ({T})__builtin_nan("");\n'
-_polynomial(
-    "hermite_polynomial_h",
-    _RECURRENCE.format(
-        edge=_OVERFLOWN, first="x + x", next="{FMA}(x + x, q, -((j + j) * p))"
+for _name, _edge, _first, _next in (
+    ("hermite_polynomial_h", _OVERFLOWN, "x + x", "{FMA}(x + x, q, -((j + j) * p))"),
+    ("hermite_polynomial_he", _OVERFLOWN, "x", "{FMA}(x, q, -(j * p))"),
+    (
+        "laguerre_polynomial_l", "  if (x == 0) return 1;\n", "1 - x",
+        "{FMA}(j + j + (1 - x), q, -(j * p)) / (j + 1)",
     ),
-)
-_polynomial(
-    "hermite_polynomial_he",
-    _RECURRENCE.format(
-        edge=_OVERFLOWN, first="x", next="{FMA}(x, q, -(j * p))"
+    (
+        "legendre_polynomial_p", "  if (__builtin_fabs(x) == 1) return x > 0 || k % 2 == 0 ? 1 : -1;\n", "x",
+        "{FMA}((j + j + 1) * x, q, -(j * p)) / (j + 1)",
     ),
-)
-_polynomial(
-    "laguerre_polynomial_l",
-    _RECURRENCE.format(
-        edge="  if (x == 0) return 1;\n", first="1 - x", next="{FMA}(j + j + (1 - x), q, -(j * p)) / (j + 1)"
-    ),
-)
-_polynomial(
-    "legendre_polynomial_p",
-    _RECURRENCE.format(
-        edge="  if (__builtin_fabs(x) == 1) return x > 0 || k % 2 == 0 ? 1 : -1;\n",
-        first="x", next="{FMA}((j + j + 1) * x, q, -(j * p)) / (j + 1)",
-    ),
-)
+):  # fmt: skip
+    _polynomial(_name, _RECURRENCE.format(edge=_edge, first=_first, next=_next))

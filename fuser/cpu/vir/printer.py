@@ -260,9 +260,6 @@ class Printer:
     def _block(self, b: ir.Block) -> None:
         _HEADS[type(b.head)](self, b.head, b.body)
 
-    def _plain(self, head: ir.Plain, body: tuple[ir.Statement, ...]) -> None:
-        self._braces("", body)
-
     def _braces(self, opening: str, body: tuple[ir.Statement, ...], closing: str = "}") -> None:
         self.out.open(opening)
         self.body(body)
@@ -306,9 +303,6 @@ class Printer:
         self.body(body)
         self.out.close()
 
-    def _while(self, head: ir.While, body: tuple[ir.Statement, ...]) -> None:
-        self._braces(f"while ({self.value(head.test)})", body)
-
     def _if(self, head: ir.If, body: tuple[ir.Statement, ...]) -> None:
         test = self.value(head.test)
         text = f"if (__builtin_expect({test}, 0))" if head.rare else f"if ({test})"
@@ -316,9 +310,6 @@ class Printer:
             self.out.add(f"{text} {_STATEMENTS[type(body[0])](self, body[0])}")
         else:
             self._braces(text, body)
-
-    def _else(self, head: ir.Else, body: tuple[ir.Statement, ...]) -> None:
-        self._braces("else", body)
 
     def _only(self, head: ir.Only, body: tuple[ir.Statement, ...]) -> None:
         self.uses.add(head.macro)
@@ -377,9 +368,11 @@ _STATEMENTS: dict[type, Callable[[Printer, Any], str]] = {
 }  # fmt: skip
 _SHORT = (ir.Do, ir.Stream, ir.StreamEnd, ir.Transpose)
 _HEADS: dict[type, Callable[[Printer, Any, tuple[ir.Statement, ...]], None]] = {
-    ir.Plain: Printer._plain, ir.For: Printer._for, ir.Units: Printer._units, ir.Segments: Printer._segments,
-    ir.While: Printer._while, ir.If: Printer._if, ir.Else: Printer._else, ir.Only: Printer._only,
-    ir.Otherwise: Printer._otherwise, ir.Routine: Printer._routine,
+    ir.Plain: lambda printer, head, body: printer._braces("", body),
+    ir.Else: lambda printer, head, body: printer._braces("else", body),
+    ir.While: lambda printer, head, body: printer._braces(f"while ({printer.value(head.test)})", body),
+    ir.For: Printer._for, ir.Units: Printer._units, ir.Segments: Printer._segments, ir.If: Printer._if,
+    ir.Only: Printer._only, ir.Otherwise: Printer._otherwise, ir.Routine: Printer._routine,
 }  # fmt: skip
 
 
