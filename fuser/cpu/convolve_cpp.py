@@ -20,13 +20,6 @@ PART_BYTES = 2048  # bytes of a point's channels that one pass over a unit takes
 _COLUMNS = 64  # columns of a unit, unless a panel is wider
 
 _ENTRY = """\
-HELPER
-extern "C" void ENTRY(
-    char* const* ptrs, const i64* s, const double* f, i64 begin, i64 end, char* scratch, i32* status) {
-  const TYPE* x = (const TYPE*)ptrs[0];
-  const TYPE* w = (const TYPE*)ptrs[1];
-  GIVEN
-  TYPE* out = (TYPE*)ptrs[LAST];
   const i64 columns = s[0], down = s[7], along = s[8], run = s[9], rows = s[10] * down * along;
   const i64 high = s[12], wide = s[13], by_line = s[15], by_point = s[16];
   // In runs, a line of the kernel is one place.
@@ -153,7 +146,7 @@ def routine(dtype: torch.dtype, shape: Shape, epilogue: Epilogue, machine: Machi
         "PANELS": _panels(width), "PART": PART_BYTES // dtype.itemsize, "PAIR": PAIRS[name],
         "LINE": machine.line_bytes // dtype.itemsize,
     }  # fmt: skip
-    text = dots.words({name}, machine) + filled(_ENTRY, words)
+    text = dots.words({name}, machine) + filled(packed_cpp.OPENING + _ENTRY, words)
     return Routine(text, _program(dtype, factors, others, width, entry), machine)
 
 

@@ -52,7 +52,7 @@ ADDED
 STORE
 }
 """
-_ENTRY = """\
+OPENING = """\
 HELPER
 extern "C" void ENTRY(
     char* const* ptrs, const i64* s, const double* f, i64 begin, i64 end, char* scratch, i32* status) {
@@ -60,6 +60,8 @@ extern "C" void ENTRY(
   const TYPE* w = (const TYPE*)ptrs[1];
   GIVEN
   TYPE* out = (TYPE*)ptrs[LAST];
+"""
+_ENTRY = """\
   const i64 columns = s[0], rows = s[1], inner = s[2], step = s[3], panels = (columns + WIDTH - 1) / WIDTH;
   const i64 blocks = (rows + MOST_ROWS - 1) / MOST_ROWS, each = ((rows + blocks - 1) / blocks + HIGH - 1) / HIGH * HIGH;
   const i64 parts = (inner + PART - 1) / PART, part = ((inner + parts - 1) / parts + PAIR - 1) / PAIR * PAIR;
@@ -129,7 +131,7 @@ def routine(
         "LAST": 3 if bias else 2, "NAME": name, "TYPE": ELEMENTS[name], "WIDTH": width, "HIGH": shape.rows,
         "MOST_ROWS": MOST_ROWS, "PANELS": PANELS, "PART": PART_BYTES // dtype.itemsize, "PAIR": PAIRS[name],
     }  # fmt: skip
-    text = dots.words({name}, machine) + filled(_ENTRY, words)
+    text = dots.words({name}, machine) + filled(OPENING + _ENTRY, words)
     return Routine(text, _program(dtype, bias, width, entry), machine)
 
 
@@ -226,4 +228,4 @@ def _program(dtype: torch.dtype, bias: bool, width: int, entry: str) -> LaunchPr
     return LaunchProgram((number, *tensors), 4, 0, (), (out,), (step,), (("buffer", 0),), True)
 
 
-__all__ = ["LANES", "MOST_ROWS", "PART_BYTES", "function_of", "lowered", "panel", "routine", "store_lanes"]
+__all__ = ["LANES", "MOST_ROWS", "OPENING", "PART_BYTES", "function_of", "lowered", "panel", "routine", "store_lanes"]
