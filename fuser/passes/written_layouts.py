@@ -2,7 +2,8 @@
 
 AOTAutograd makes `y.cumsum_(0)` the operator `cumsum`, whose result is row-major for any `y`. In eager `y` keeps its
 strides, and later results follow them. So if the two differ, the write becomes `y.copy_(y.cumsum(0))`, which
-AOTAutograd turns into a copy with the layout of `y`.
+AOTAutograd turns into a copy with the layout of `y`. Where gradients are recorded, the operator reads a clone: it may
+save its argument, which the copy then writes. In-place operators of eager save a clone, too.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ def _copied(graph: fx.Graph, node: fx.Node, target: torch.Tensor, function: Call
     if any(same(value.stride(), t.stride()) for t in (target, dense)) or _share_memory(value, target):
         return 0  # the operator follows its target's strides, or makes a view, as `transpose_` does
     with graph.inserting_before(node):
-        made = graph.call_function(function, node.args, node.kwargs)
+        read = node.args[0]
+        if target.requires_grad:
+            read = graph.call_function(torch.clone, (read,))
+            read.meta = {**node.meta, "example_value": dense}
+        made = graph.call_function(function, (read, *node.args[1:]), node.kwargs)
     made.meta = {**node.meta, "example_value": value}
     node.op, node.target = "call_method", "copy_"
     node.args, node.kwargs = (node.args[0], made), {}

@@ -159,6 +159,53 @@ def test_writes_keep_layouts_in_graphs_that_dynamo_did_not_capture(name):
         assert torch.equal(got, want) and got.stride() == want.stride()
 
 
+ROWS, NUMBERS = torch.tensor([1, 1]), torch.arange(24.0).view(6, 4).sin()
+WRITTEN_WITH_GRADIENTS = {
+    "cumprod_": lambda v: v.cumprod_(0),
+    "cumsum_": lambda v: v.cumsum_(1),
+    "index_add_": lambda v: v.index_add_(0, ROWS, NUMBERS[:2]),
+    "index_copy_": lambda v: v.index_copy_(0, ROWS[:1], NUMBERS[:1]),
+    "index_put_": lambda v: v.index_put_((ROWS,), NUMBERS[:2], accumulate=True),
+    **{
+        f"index_reduce_ {how}": lambda v, how=how: v.index_reduce_(0, ROWS, NUMBERS[:2], how)
+        for how in ("prod", "mean", "amax", "amin")
+    },
+    "masked_scatter_": lambda v: v.masked_scatter_(NUMBERS > 0, NUMBERS),
+    "put_": lambda v: v.put_(ROWS[:1], NUMBERS[0, :1]),
+    "renorm_": lambda v: v.renorm_(2, 0, 0.5),
+    "scatter_": lambda v: v.scatter_(0, torch.zeros(2, 4, dtype=torch.int64), NUMBERS[:2]),
+    "scatter_add_": lambda v: v.scatter_add_(0, torch.zeros(2, 4, dtype=torch.int64), NUMBERS[:2]),
+    **{
+        f"scatter_reduce_ {how}": lambda v, how=how: v.scatter_reduce_(
+            0, torch.zeros(2, 4, dtype=torch.int64), v.detach()[:2] * 2, how
+        )
+        for how in ("sum", "prod", "mean", "amax", "amin")
+    },
+    "addmm_": lambda v: v.addmm_(v.detach() * 2, NUMBERS[:4]),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", WRITTEN_WITH_GRADIENTS)
+def test_writes_that_keep_layouts_leave_what_their_gradients_need(name):
+    """The functional operator may save its argument, which the copy of its result writes."""
+
+    def fn(x):
+        y = x * 1.5
+        v = y.t()
+        return WRITTEN_WITH_GRADIENTS[name](v) * 1.0, v, y * 2
+
+    x = torch.arange(1.0, 25).view(4, 6).cos().requires_grad_()
+    want = fn(x)
+    torch._dynamo.reset()
+    got = torch.compile(fn, backend=fuser_backend)(x)
+    assert last_compilation().route != "eager"
+    for g, w in zip(got, want):
+        torch.testing.assert_close(g, w)
+        assert g.stride() == w.stride()
+    torch.testing.assert_close(*(torch.autograd.grad([r.square().sum() for r in rs], x) for rs in (got, want)))
+
+
 def test_a_cast_weight_of_one_channel_makes_a_convolution_channels_last():
     """Seed 32005375: a kernel's result has eager's strides in dims of one element, by which the library decides."""
     x, weight = torch.randn(2, 1, 5, 5), torch.randn(2, 1, 2, 2).to(memory_format=torch.channels_last)
