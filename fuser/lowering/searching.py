@@ -26,7 +26,8 @@ def searched(
 ) -> TensorBox:  # fmt: skip
     """How many of the sorted `bounds` (along their last dim) are below each element of `x`, or equal if `right`.
 
-    The number of steps is a constant of the kernel, which serves all lists up to twice as long.
+    The number of steps is a constant of the kernel, which serves all lists up to twice as long. The steps ask the
+    elements that eager asks: NaN at the end of a list, or a list that is not sorted, then gives eager's index.
     """
     dtype = bounds.dtype
     if isinstance(x, TensorBox) and x.dtype is not dtype or isinstance(x, float) and not dtype.is_floating_point:
@@ -56,13 +57,15 @@ def searched(
         return bound((*row, where if order is None else place(order((*row, where)), n, wraps=False)))
 
     def inner(index: Index) -> Value:
-        wanted, found = load(index), ops.constant(0, torch.int64)
-        for k in reversed(range(steps)):
-            next_one = ops.add(found, 1 << k)
-            inside = ops.le(next_one, ops.index_expr(n))
-            other = value_at(index, ops.where(inside, ops.sub(next_one, 1), ops.constant(0, torch.int64)))
+        wanted, found, left = load(index), ops.constant(0, torch.int64), ops.index_expr(n)
+        for _ in range(steps):
+            half = ops.rshift(left, 1)
+            middle = ops.add(found, half)
+            other = value_at(index, ops.minimum(middle, ops.sub(ops.index_expr(n), 1)))
             stop = ops.gt(other, wanted) if right else ops.ge(other, wanted)
-            found = ops.where(ops.logical_and(inside, ops.logical_not(stop)), next_one, found)
+            above = ops.logical_and(ops.gt(left, 0), ops.logical_not(stop))
+            found = ops.where(above, ops.add(middle, 1), found)
+            left = ops.where(above, ops.sub(ops.sub(left, half), 1), half)
         return found
 
     return ctx.pointwise(size, result_dtype(ctx), inner)

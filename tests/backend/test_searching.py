@@ -30,6 +30,17 @@ def test_binary_search_of_each_row_and_by_a_sorter():
     check(lambda x, b, s: torch.searchsorted(b, x, sorter=s), X, turned, turned.argsort())
 
 
+def test_searches_ask_the_elements_that_eager_asks():
+    """A sort puts NaN last, where every comparison with it is false; nor is a list that is not sorted an error."""
+    for n in (1, 2, 8, 13, 16, 33):
+        rows = values(3, n).sort().values
+        rows[1, -1], rows[2, n // 2 :] = float("nan"), float("nan")
+        for right in (False, True):
+            check(lambda x, b, right=right: torch.searchsorted(b, x, right=right), X, rows)
+            check(lambda x, b, right=right: torch.bucketize(x, b, right=right), X, rows[1])
+            check(lambda x, b, right=right: torch.searchsorted(b, x, right=right), X, rows.flip(1).contiguous())
+
+
 def test_one_search_serves_lists_of_several_lengths():
     handle, spec = fuse(lambda x, b: torch.searchsorted(b, x) + 5)
     for n, kernels in ((4, 1), (7, 1), (5, 1), (33, 2), (63, 2)):
