@@ -359,7 +359,7 @@ def _rewrite(graph: fx.Graph, found: _Found) -> None:
         q = _placed(graph, found.q, None)
         k, v = (_placed(graph, f, q) for f in (found.k, found.v))
         q, kwargs = masks.arguments(graph, found.steps, q, k)
-        operands = [q, k, v]
+        operands = [_in_rows(graph, o) for o in (q, k, v)]
         flat = len(shape_of(q) or ()) == 3
         if flat:
             operands = [emit(graph, torch.unsqueeze, o, 0) for o in operands]
@@ -403,6 +403,14 @@ def _placed(graph: fx.Graph, factor: Factor, like: fx.Node | None) -> fx.Node:
     if list(own[:-2]) != list(map(str, batch)):
         node = emit(graph, torch.Tensor.expand, node, (*batch, -1, -1))
     return node
+
+
+def _in_rows(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """An operand whose last dim has stride 1. For any other, torch has no fused kernel: it computes products, and those
+    of 16-bit floats in float32."""
+    value = value_of(node)
+    stride = None if value is None else value.stride(-1)
+    return node if isinstance(stride, int) and stride == 1 else emit(graph, torch.Tensor.contiguous, node)
 
 
 def _has_eager_strides(new: fx.Node, query: fx.Node) -> bool:

@@ -115,11 +115,11 @@ class _Units:
     def _add(self, node: fx.Node) -> None:
         verdict = self.verdicts[node] = classify(node)
         match verdict.kind:
-            case Kind.FREE:
+            case Kind.FREE if not node.meta.get("outside"):
                 self.bases[node] = self._sources(node)
             case Kind.ITEM if (source := node.args[0]) in self.index:
                 self.index[node] = self.index[source]  # type: ignore[index]
-            case Kind.ITEM | Kind.COMPUTE | Kind.EXTERN:
+            case _:
                 preds = {self.index[s] for s in self._sources(node) if s in self.index}
                 if MARK in node.meta:
                     written = node.all_input_nodes[0]

@@ -94,7 +94,9 @@ _MOVES = ("transpose", "permute", "reshape", "view", "flatten", "contiguous", "s
 
 def narrowed(node: fx.Node) -> fx.Node:
     """The only reader, through moves, of a float32 result, if it casts to 16 bits; else the node itself."""
-    reader = node
+    reader, own = node, value_of(node)
+    if own is None or own.dtype is not torch.float32:
+        return node
     for _ in range(6):
         if len(reader.users) != 1:
             return node

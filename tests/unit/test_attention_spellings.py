@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fuser
 from fuser.frontends.dynamo import compilations, fuser_backend
 from fuser.passes import attention
 from fuser.passes import attention_providers as providers
@@ -235,3 +236,27 @@ def test_results_that_stay_wide_are_not_rounded():
 
     args = [torch.randn(2, 3, 12, 16, dtype=torch.bfloat16) for _ in range(3)]
     torch.testing.assert_close(torch.compile(f, backend=Rewritten())(*args), f(*args), rtol=1e-5, atol=1e-5)
+
+
+def weights_rounded(q, k, v):
+    """As in GPT-J: scores in float32, weights and result in 16 bits, the result copied behind a transpose."""
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) / 8.0
+    return torch.matmul(torch.softmax(scores, -1).to(v.dtype), v).permute(0, 2, 1, 3).contiguous()
+
+
+def products_of_columns(q, k, v):
+    """As in convolutional transformers: heads whose last dim is not the one with stride 1."""
+    q, k, v = (t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (q, k, v))
+    return ((q @ k.transpose(-1, -2)) * 0.125).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("f", [weights_rounded, products_of_columns], ids=lambda f: f.__name__)
+def test_any_spelling_runs_by_the_fused_kernel_and_keeps_its_dtype(f, dtype, monkeypatch):
+    monkeypatch.setattr(providers, "choose", lambda a: providers.ATEN)
+    q, k, v = (torch.randn(1, 2, 512, 64, dtype=dtype) for _ in range(3))
+    fused = torch.compile(f, backend="fuser", dynamic=False)
+    with torch.no_grad():
+        result, expected = fused(q, k, v), f(q, k, v)
+        assert problem(f.__name__, result, expected, widened(f, (q, k, v))) is None
+        assert "_scaled_dot_product_flash_attention_for_cpu" in str(fuser.explain(f, q, k, v))

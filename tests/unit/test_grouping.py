@@ -116,6 +116,19 @@ def test_other_views_of_results_stay_outside(f):
     assert all(isinstance(o.meta["val"], torch.Tensor) for g in plan.groups for o in g.outputs)
 
 
+def test_a_view_that_must_stay_outside_separates_its_readers_from_its_base():
+    def f(x, y):
+        a = torch.relu(x)
+        return torch.as_strided(a, (8, 1, 8), (8, 3, 1)) * 2, a + 1, y * a
+
+    module = trace(f, X, Y)
+    (view,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+    view.meta["outside"] = True
+    grouping = group_nodes(module.graph)
+    assert grouping.group_of[view.args[0]] != grouping.group_of[next(iter(view.users))]
+    assert [n.name for n in extract(module.graph, grouping).outside] == [view.name]
+
+
 def test_several_results():
     def f(x, w):
         y, mean, rstd = torch.ops.aten.native_layer_norm(x + 1, [8], None, None, 1e-5)
