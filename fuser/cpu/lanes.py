@@ -1,8 +1,8 @@
 """Loops in explicit vectors: for values rounded to 16 bits, float16 in memory, or bfloat16 throughout.
 
-So are loops of elementary float32 functions, whose operations form a dependence chain, and on machines with masks rows
-of float32 or 16-bit floats with a tail. Passes over short rows are written so too: sums stay in registers from the
-first element of a row to the last, where g++ would load and store them around the tail.
+So are loops of elementary float32 functions, whose operations form a dependence chain, and rows of float32 or 16-bit
+floats with a tail. Passes over short rows are written so too: sums stay in registers from the first element of a row
+to the last, where g++ would load and store them around the tail.
 
 The vector helpers are those of `ops/lanes_cpp.py`.
 The loop computes several independent vectors at a time, then single ones, the last under a mask. Masked loads read
@@ -30,7 +30,7 @@ from fuser.cpu.vir.builder import Builder
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import ONE, expr
 from fuser.ops import LOW, has_lanes
-from fuser.scheduler.kernel_plan import Axis, Store
+from fuser.scheduler.kernel_plan import Store
 from fuser.scheduler.nodes import row_cost
 
 VECTORS, FEWER = 4, 2
@@ -96,7 +96,7 @@ class LaneLoop:
         `filled`: many values are chosen by conditions that hold for the whole loop, or up to an edge.
         """
         facts = self.facts
-        if not facts.machine.lanes or facts.vector is None or self._is_too_short(facts.vector):
+        if not facts.machine.lanes or facts.vector is None or facts.vector.hint < SHORTEST:
             return False
         if facts.checks_inside or facts.staged or facts.hoisted:
             return False
@@ -104,17 +104,6 @@ class LaneLoop:
         if not (self._is_plain_pass() if self.phase is not None else pays):
             return False
         return all(map(self._store_fits, self.full, self.stored)) and all(map(self._row_fits, self.rows))
-
-    def _is_too_short(self, row: Axis) -> bool:
-        """Whether the tails of rows decide, and the plain loop takes those sooner.
-
-        Machines without masks move the elements of a tail by 4, 2 and 1. With AVX2 averages of 2x2 elements to rows of
-        20 take 0.28 ms so in bfloat16, and 0.09 by g++'s loop, which has no vectors for float16.
-        """
-        machine = self.facts.machine
-        if self.second and not machine.masks:
-            return row.hint < ALONE
-        return row.hint < (SHORTEST if machine.masks or torch.float16 in self.dtypes else machine.vector_bytes // 4)
 
     def _is_plain_pass(self) -> bool:
         """Whether a pass uses floats of one width, and if it reduces, stages no result."""
@@ -135,13 +124,10 @@ class LaneLoop:
         return bool(costly) and all(r.traits.inline for r in costly)
 
     def _is_ragged(self) -> bool:
-        """Whether rows that are not cut into segments end in a tail, which explicit vectors take under a mask.
-
-        Machines without masks move the tail's elements by 4, 2 and 1. There g++'s loops are faster.
-        """
+        """Whether rows that are not cut into segments end in a tail, which explicit vectors take under a mask."""
         facts = self.facts
         one_piece = not (self.in_order or facts.constant) and len(facts.kept_axes) > 1
-        if facts.vector is None or not one_piece or not facts.machine.masks:
+        if facts.vector is None or not one_piece:
             return False
         return facts.vector.hint < SHORT and facts.vector.hint % (facts.machine.vector_bytes // 4) != 0
 

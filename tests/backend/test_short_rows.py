@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuser import compiler, config, interface, kernel_cache, machines, pipeline
-from fuser.canonical import canonicalize
+from fuser import config, interface, kernel_cache, machines
 from fuser.ops import OPS, OpRow, has_lanes
 from tests.backend.fused import compare, fuse, handle_of, no_fallback
 from tests.backend.support import graph_of, special_floats
@@ -61,26 +60,6 @@ def test_each_op_has_the_bits_of_long_rows(rows: list[OpRow], monkeypatch: pytes
         for row, got, want in zip(rows, results, found[n * n], strict=True):
             bits = got == want if got.dtype is torch.bool else got.view(torch.int32) == want.view(torch.int32)
             assert bool((bits | (got != got) & (want != want)).all()), (row.name, columns)
-
-
-RAGGED = {
-    "pool": (lambda x: F.avg_pool2d(x, 2), (20, 2, 8, 40)), "second": (lambda x: x[:, ::2] + 1, (90, 60)),
-    "gap": (lambda x: x[:, 1:] * 2 + 1, (90, 30)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", RAGGED)
-def test_tails_are_masked_where_the_machine_has_masks(name: str, dtype: torch.dtype) -> None:
-    """Without masks the elements of a tail are moved one after the other, which g++'s loops do sooner."""
-    f, size = RAGGED[name]
-    explicit = {}
-    for isa in ("avx2", "avx512"):
-        with config.override(isa=isa):
-            graph = canonicalize(graph_of([f], 1)).graph
-            source = pipeline.generate(graph, [torch.empty(size, dtype=dtype)], compiler.find_backend("cpu"))
-        explicit[isa] = "#if FUSER_LANES\n     {" in source.text
-    assert explicit == {"avx2": name == "gap" and dtype is torch.bfloat16, "avx512": True}
 
 
 @pytest.mark.sampled(8)
