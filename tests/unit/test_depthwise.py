@@ -184,6 +184,21 @@ def test_other_groups_are_timed(monkeypatch) -> None:
         assert tensor_cores_channels_last(again) == 0 and len(asked) == 5
 
 
+@pytest.mark.parametrize("last, converted", [(1.05, 6), (1e6, 0)])
+def test_groups_that_are_a_small_share_of_the_bytes_are_timed_too(last, converted, monkeypatch) -> None:
+    """As two filters a channel, for which cuDNN starts a kernel for each group: seconds beside the others' gain."""
+    as_by_cudnn(monkeypatch)
+    monkeypatch.setattr(conv_orders, "_times", lambda node: (("contiguous", 1.0), ("channels-last", last)))
+
+    def f(x, w, grouped):
+        for _ in range(5):
+            x = conv(x, w, None, 1).relu()
+        return conv(x, grouped, None, 4).relu()
+
+    module = traced(f, (2, 64, 64, 64), (64, 64, 3, 3), (8, 16, 3, 3))
+    assert tensor_cores_channels_last(module) == converted
+
+
 def test_the_race_runs_one_convolution() -> None:
     behind = [1, 1], [1, 1], [1, 1], False, [0, 0], 2
     found = conv_orders.runs_of((2, 8, 6, 6), (4, 4, 3, 3), torch.float32, True, behind, device="cpu")
