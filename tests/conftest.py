@@ -21,7 +21,8 @@ from typing import Any
 _CACHE_DIR = tempfile.mkdtemp(prefix="fuser-test-")
 os.environ["FUSER_CACHE_DIR"] = _CACHE_DIR
 os.environ.setdefault("FUSER_CHECK_IR", "1")
-CHECKED_OF = 1 if {"FUSER_CHECK_PASSES", "FUSER_TEST_ALL"} & os.environ.keys() else 4  # of so many tests one
+# Passes are checked in one of so many tests.
+CHECKED_OF = 1 if {"FUSER_CHECK_PASSES", "FUSER_TEST_ALL"} & os.environ.keys() else 4
 os.environ.setdefault("FUSER_CHECK_PASSES", "1")
 os.environ.setdefault("FUSER_STRICT", "1")
 # What runs must not depend on a clock.

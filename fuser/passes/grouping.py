@@ -1,10 +1,12 @@
 """Finds maximal convex groups of fusible nodes, in time linear in the graph.
 
 A *unit* is a compute or extern node together with the getitems that pick its results. Free nodes (views, creation) are
-transparent: a unit depends on the bases of its arguments' views. Each unit gets a level: the number of externs after a
-fusible unit on the longest path to it. A path between two fusible units of one level contains no extern, so connected
-fusible units of one level form a convex group, and groups depend only on groups of lower levels. Then `_contract` joins
-groups of different levels if no other path runs between them.
+transparent: a unit depends on the bases of its arguments' views. A view that must stay outside of groups (its metadata
+`outside`) is a unit that is not fusible: no group holds both its base and its readers.
+
+Each unit gets a level: the number of externs after a fusible unit on the longest path to it. A path between two fusible
+units of one level contains no extern, so connected fusible units of one level form a convex group, and groups depend
+only on groups of lower levels. Then `_contract` joins groups of different levels if no other path runs between them.
 
 Externs that draw random numbers depend on each other in the graph's order.
 """

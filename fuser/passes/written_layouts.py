@@ -3,7 +3,7 @@
 AOTAutograd makes `y.cumsum_(0)` the operator `cumsum`, whose result is row-major for any `y`. In eager `y` keeps its
 strides, and later results follow them. So if the two differ, the write becomes `y.copy_(y.cumsum(0))`, which
 AOTAutograd turns into a copy with the layout of `y`. Where gradients are recorded, the operator reads a clone: it may
-save its argument, which the copy then writes. In-place operators of eager save a clone, too.
+save its argument, which the copy then writes.
 """
 
 from __future__ import annotations

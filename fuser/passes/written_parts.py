@@ -85,7 +85,7 @@ def _read(view: fx.Node) -> int:
     if not view.users:
         return 0
     source, is_written = behind_writes(view, _part, _apart)
-    return int(is_written and _serves(source.args[1], view, source.args[0]) and is_replaced(view, source.args[1]))
+    return int(is_written and _serves(source.args[1], view, source.args[0]) and replace_read(view, source.args[1]))
 
 
 def behind_writes(
@@ -104,8 +104,8 @@ def behind_writes(
     return source, False
 
 
-def is_replaced(view: fx.Node, value: Any) -> bool:
-    """Replace a view by the value that was written there; whether it is possible: inputs stay apart from results."""
+def replace_read(view: fx.Node, value: Any) -> bool:
+    """Replace a view by the value that was written there. False for an input: results do not share its memory."""
     if value.op == "placeholder":
         return False
     view.replace_all_uses_with(value)

@@ -15,7 +15,7 @@ from fuser.passes.calls import put_for
 from fuser.passes.classify import is_write_back
 from fuser.passes.cleanup import reaches_output, same_static_shape
 from fuser.passes.hints import is_contiguous
-from fuser.passes.written_parts import behind_writes, is_replaced
+from fuser.passes.written_parts import behind_writes, replace_read
 
 aten = torch.ops.aten
 LEAST = 3  # fewer writes stay: a kernel selects among their rows at each element, without a store
@@ -68,7 +68,7 @@ def _read_through(cut: fx.Node, kept: set[fx.Node]) -> int:
         return 0
     source, is_written = behind_writes(cut, lambda n: _span(n) if n is cut or _alike(n, n.args[0]) else None, _apart)
     if is_written and _SCATTERS[source.target] is cut.target and _alike(cut, source.args[1]):
-        if is_replaced(cut, source.args[1]):
+        if replace_read(cut, source.args[1]):
             return 1
     if source is cut.args[0]:
         return 0
