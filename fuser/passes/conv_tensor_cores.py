@@ -45,12 +45,31 @@ _FEWEST = 4  # convolutions per copy from which their bytes do not matter
 
 
 class _Walk(Relayout):
-    """A walk that does not count copies of weights' gradients, in place of which cuDNN would make copies."""
+    """A walk that does not count the copies that would be made without it, too.
+
+    These are copies of weights' gradients, which cuDNN would make, and of images with gaps, such as a slice of the
+    channels, which ATen makes before a convolution in either order.
+    """
 
     def _count(self, node: fx.Node) -> None:
         source: Any = node.args[0] if node.target is operator.getitem else None
         if source is None or source.target is not aten.convolution_backward.default or node.args[1] != 1:
             super()._count(node)
+
+    def image(self, node: fx.Node) -> fx.Node:
+        """A convolution's image, or a copy of it, in channels-last memory."""
+        was, counts = self.before.get(node, node.meta["val"]), (self.calls, self.copied)
+        found = self.in_format(node, torch.channels_last)
+        if not was.is_contiguous():
+            self.calls, self.copied = counts
+        return found
+
+    def follow(self, node: fx.Node) -> None:
+        """The same; a convolution that is not converted, as of volumes, reads images in their old strides."""
+        if _images(node) is None:
+            super().follow(node)
+        else:
+            self._restore(node, node.all_input_nodes)
 
 
 def _images(node: fx.Node) -> tuple[Any, Any, Any] | None:
@@ -99,7 +118,7 @@ def _convert(walk: Relayout, node: fx.Node) -> bool:
     """Make a convolution or its gradients read channels-last images. False if they do not give such, as by no cuDNN."""
     first = _first(node)
     with walk.graph.inserting_before(node):
-        images: Any = [walk.in_format(x, torch.channels_last) for x in node.args[: first + 1]]  # type: ignore[arg-type]
+        images: Any = [walk.image(x) for x in node.args[: first + 1]]  # type: ignore[arg-type]
         weight = _turned_weight(walk, node.args[first + 1])
     walk.update(node, *images, weight, *node.args[first + 2 :])
     found: Any = node.meta["val"]
@@ -127,14 +146,14 @@ def tensor_cores_channels_last(module: fx.GraphModule) -> int:
 
 
 def _convert_all(graph: fx.Graph, mode: FakeTensorMode) -> int:
-    """Convert a graph. 0 if some convolution gives no such images, or if the gain is too small."""
+    """Convert a graph. 0 if some convolution of images gives no such, or if the gain is too small."""
     tf32, walk = convolutions_take_tf32(), _Walk(graph, mode, stored=True)
-    found = [n for n in graph.nodes if _images(n) is not None]  # and gradients
-    if not all(_is_for_tensor_cores(n, tf32) for n in found):
+    found = dict.fromkeys(n for n in graph.nodes if _is_for_tensor_cores(n, tf32))  # and gradients
+    if not found:
         return 0
     moved, n = 0, len(found)
     for node in list(graph.nodes):
-        if _images(node) is None:
+        if node not in found:
             walk.follow(node)
             continue
         moved += _turned(node)

@@ -40,6 +40,7 @@ _OWN_STRIDES = frozenset(
 _POOLS = ("fuser.avg_pool2d_backward", "fuser.max_pool_offsets", "fuser.max_pool_offsets_backward")
 _LAST = 8  # the argument of `fuser::max_pool_offsets_backward` that says whether the result is in channels-last memory
 _NORM_GRADIENTS = aten.native_batch_norm_backward.default
+_GATHERS = (aten._unsafe_index.Tensor, aten.index.Tensor)  # results are row-major where two indices are side by side
 _FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
@@ -122,10 +123,13 @@ class Relayout:
 
     def update(self, node: fx.Node, *args: Any) -> None:
         """Replace a node's arguments by ones of the same sizes, and record the old strides of its results."""
-        old = node.meta["val"]
         node.args = args
-        node.meta["val"] = self._value(node)
-        if _strides(old) != _strides(node.meta["val"]):
+        self._set(node, self._value(node))
+
+    def _set(self, node: fx.Node, value: Any) -> None:
+        """Replace a node's value, and record the old one if its strides differ."""
+        old, node.meta["val"] = node.meta.get("val"), value
+        if _strides(old) != _strides(value):
             self.before[node] = old
 
     def in_format(self, node: fx.Node, form: torch.memory_format) -> fx.Node:
@@ -154,9 +158,12 @@ class Relayout:
             with self.graph.inserting_before(node):
                 node.args = (fx.map_arg(node.args[0], self._as_before),)
             return
+        if _is_copy_of_image(node):
+            node.update_kwarg("memory_format", torch.channels_last)
+            self._set(node, self._value(node))
+            return
         if not any(a in self.before for a in node.all_input_nodes) or is_write_back(node):
             return
-        old = node.meta.get("val")
         if not _adapt(node) and _is_particular(node):
             self._restore(node, node.all_input_nodes)
             return
@@ -165,9 +172,20 @@ class Relayout:
         except (RuntimeError, ValueError):  # a view that the new strides do not allow
             self._restore(node, node.all_input_nodes, dense=True)
             new = self._value(node)
-        node.meta["val"] = new
-        if _strides(old) != _strides(new):
-            self.before[node] = old
+        self._set(node, new)
+        if node not in self.before and _gathers_points(node):
+            self._follow_image(node)
+
+    def _follow_image(self, node: fx.Node) -> None:
+        """Copy what was gathered from images in channels-last memory, as for bilinear resizing, into that order.
+
+        The kernel that gathers stores the copy: of row-major images it would read each number from a line of its own.
+        """
+        with self.graph.inserting_after(node):
+            copy = self.call(aten.clone.default, node, memory_format=torch.channels_last)
+        copy.meta = {**node.meta, **copy.meta}
+        node.replace_all_uses_with(copy, lambda user: user is not copy)
+        self.before[copy] = node.meta["val"]
 
     def _restore(self, node: fx.Node, args: Iterable[fx.Node], dense: bool = False) -> None:
         with self.graph.inserting_before(node):
@@ -292,6 +310,29 @@ def _adapt(node: fx.Node) -> bool:
         offsets: Any = node.args[1].meta["val"]  # type: ignore[union-attr]
         node.update_arg(_LAST, offsets.dim() == 4 and is_last(offsets))
     return name in _POOLS
+
+
+def _is_copy_of_image(node: fx.Node) -> bool:
+    """Whether a node copies images in channels-last memory to row-major memory, as group norms ask for.
+
+    The copy can stay in their order: what reads it follows.
+    """
+    if node.target is not aten.clone.default or node.kwargs.get("memory_format") is not torch.contiguous_format:
+        return False
+    value: Any = node.args[0].meta.get("val")  # type: ignore[union-attr]
+    return _is_image(value) and is_last(value) and not value.is_contiguous()
+
+
+def _gathers_points(node: fx.Node) -> bool:
+    """Whether a node gathers images from images in channels-last memory."""
+    if node.target not in _GATHERS or not _is_image(node.meta["val"]):
+        return False
+    source: Any = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return _is_image(source) and is_last(source)
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 4
 
 
 def is_last(value: torch.Tensor) -> bool:

@@ -140,6 +140,61 @@ def over_channels(x, w, b, v):
     return aten._scaled_dot_product_efficient_attention.default(q, q, q, None, False)[0], q
 
 
+def resized(x, w, b, v):
+    """Bilinear resizing, whose four gathers ATen gives in row-major memory."""
+    y = conv(x, w, b).relu()
+    at = aten.slice.Tensor(b.abs() * 4, 0, 0, 6).clamp(max=9).to(torch.int64)
+    rows, columns = at.view(6, 1), at
+    gathered = [aten._unsafe_index.Tensor(y, [None, None, r, c]) for r in (rows, rows + 0) for c in (columns, columns)]
+    z = sum(gathered[1:], gathered[0])
+    return aten.convolution.default(z, v, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1).relu(), z
+
+
+def row_major_copy(x, w, b, v):
+    """A copy that a group norm asks for, of images that are in channels-last memory without the pass, too."""
+    y = conv(x, w, b).permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format).permute(0, 3, 1, 2)
+    rows = (y * 2).clone(memory_format=torch.contiguous_format)
+    z = aten.native_group_norm.default(rows, b, b, x.shape[0], 16, 100, 4, 1e-5)[0]
+    return aten.convolution.default(z, v, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1).relu(), rows
+
+
+def parts_of_channels(x, w, b, v):
+    """Slices of channels, which ATen copies for a convolution in either order, beside a convolution of volumes."""
+    y = conv(x, w, b).relu()
+    half = aten.slice.Tensor(v, 1, 0, 8) * 0.1
+    for _ in range(8):
+        part = aten.slice.Tensor(y, 1, 0, 8)
+        y = aten.convolution.default(part, half, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1).relu()
+    cubes = aten.unsqueeze.default(aten.slice.Tensor(v, 1, 0, 1), 2)
+    volume = aten.unsqueeze.default(y, 1)
+    return y, aten.convolution.default(volume, cubes, b, [1] * 3, [0, 1, 1], [1] * 3, False, [0] * 3, 1)
+
+
+def kinds_of(module, target):
+    return [n.meta["val"] for n in module.graph.nodes if n.target is target]
+
+
+def test_what_is_gathered_from_images_follows_them():
+    module = traced(resized, *SHAPES)
+    assert tensor_cores_channels_last(module) == 2
+    sums = kinds_of(module, aten.add.Tensor)[-3:]
+    assert len(sums) == 3 and all(v.is_contiguous(memory_format=torch.channels_last) for v in sums)
+
+
+def test_row_major_copies_stay_in_the_order_of_images():
+    module = traced(row_major_copy, *SHAPES)
+    assert tensor_cores_channels_last(module) == 2
+    (norm,) = (n for n in module.graph.nodes if n.target is aten.native_group_norm.default)
+    assert norm.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_copies_that_aten_makes_anyway_do_not_count(monkeypatch):
+    """Nine convolutions and eight copies of slices would be too many copies otherwise."""
+    monkeypatch.setattr(conv_tensor_cores, "_LEAST", 1 << 20)
+    module = traced(parts_of_channels, *SHAPES)
+    assert tensor_cores_channels_last(module) == 9
+
+
 def test_operators_that_refuse_strides_get_their_own():
     module = traced(over_channels, *SHAPES)
     assert tensor_cores_channels_last(module) == 5
@@ -148,7 +203,10 @@ def test_operators_that_refuse_strides_get_their_own():
     assert all(a.meta["val"].is_contiguous() for a in node.all_input_nodes)
 
 
-CONVERTED = {pieces: 1, pools: 2, epilogue: 1, two: 2, block: 2, upwards: 1, normalised: 1, gradients: 2}
+CONVERTED = {
+    resized: 2, row_major_copy: 2, parts_of_channels: 9, pieces: 1, pools: 2, epilogue: 1, two: 2, block: 2,
+    upwards: 1, normalised: 1, gradients: 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("f", CONVERTED, ids=lambda f: f.__name__)
@@ -164,7 +222,7 @@ def test_converted_graphs_give_eagers_results_and_strides(f, dtype):
     for node in module.graph.nodes:
         operands = conv_tensor_cores._images(node)
         for operand in operands or ():
-            assert operand.meta["val"].is_contiguous(memory_format=torch.channels_last)
+            assert operand.meta["val"].dim() == 5 or operand.meta["val"].is_contiguous(memory_format=torch.channels_last)
     args = [torch.randn(s) for s in SHAPES]
     got, want = torch.fx.Interpreter(module).run(*args), f(*args)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -180,7 +238,7 @@ def traced_of_any_batch(f, *shapes):
         return make_fx(f)(*(torch.empty(s, device="cuda", dtype=torch.bfloat16) for s in sizes)), env
 
 
-@pytest.mark.parametrize("f", [f for f in CONVERTED if f not in (pieces, pools)], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("f", [f for f in CONVERTED if f not in (pieces, pools, row_major_copy)], ids=lambda f: f.__name__)
 def test_any_number_of_images(f):
     """The number of images stays free: no guard is added, and each value has the strides of the example."""
     module, env = traced_of_any_batch(f, *SHAPES)
