@@ -222,7 +222,8 @@ def test_converted_graphs_give_eagers_results_and_strides(f, dtype):
     for node in module.graph.nodes:
         operands = conv_tensor_cores._images(node)
         for operand in operands or ():
-            assert operand.meta["val"].dim() == 5 or operand.meta["val"].is_contiguous(memory_format=torch.channels_last)
+            value = operand.meta["val"]
+            assert value.dim() == 5 or value.is_contiguous(memory_format=torch.channels_last)
     args = [torch.randn(s) for s in SHAPES]
     got, want = torch.fx.Interpreter(module).run(*args), f(*args)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -238,7 +239,10 @@ def traced_of_any_batch(f, *shapes):
         return make_fx(f)(*(torch.empty(s, device="cuda", dtype=torch.bfloat16) for s in sizes)), env
 
 
-@pytest.mark.parametrize("f", [f for f in CONVERTED if f not in (pieces, pools, row_major_copy)], ids=lambda f: f.__name__)
+OF_ANY_BATCH = [f for f in CONVERTED if f not in (pieces, pools, row_major_copy)]
+
+
+@pytest.mark.parametrize("f", OF_ANY_BATCH, ids=lambda f: f.__name__)
 def test_any_number_of_images(f):
     """The number of images stays free: no guard is added, and each value has the strides of the example."""
     module, env = traced_of_any_batch(f, *SHAPES)

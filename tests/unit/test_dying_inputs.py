@@ -44,6 +44,8 @@ IN_PLACE = {
     "several results": lambda: ((y := conv()).relu() * 2, y.sigmoid() + X),
     "beside a transposed one": lambda: (A @ B).relu() + (B.t() @ A.t()).t(),
     "linear": lambda: F.gelu(F.linear(A.view(4, 8, 24), B.t())) @ B.t(),
+    "linear, then a factor": lambda: F.linear(A.view(4, 8, 24), B.t()) * 0.125,
+    "in two sizes": lambda: (y := F.linear(A.view(4, 8, 24), B.t())) * 2 + y.view(32, 40).abs().view(4, 8, 40),
     "both operands": lambda: conv().relu() * conv(X + 1),
     "two readers of one result": lambda: (z := conv().exp(), conv(z).relu())[1] + z,
     "rows beside it": lambda: ((y := A @ B).relu() + A.softmax(-1).sum(), y.abs() + B.mean()),
@@ -55,6 +57,7 @@ APART = {
     "a result": lambda: ((y := A @ B).relu(), y),
     "other sizes": lambda: (A @ B)[None] + torch.ones(3, 1, 1),
     "pool": lambda: F.max_pool2d(conv().relu(), 2),
+    "other order": lambda: F.linear(A.view(4, 8, 24), B.t()).transpose(0, 1).relu().contiguous(),
     "shifted": lambda: (y := A @ B).relu() + y.roll(1, 0),
 }
 
