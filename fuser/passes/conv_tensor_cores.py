@@ -114,7 +114,7 @@ def _bytes(*nodes: Any) -> int:
     return sum(int(n.meta["val"].numel() * n.meta["val"].element_size()) for n in nodes)
 
 
-def _convert(walk: Relayout, node: fx.Node) -> bool:
+def _convert(walk: _Walk, node: fx.Node) -> bool:
     """Make a convolution or its gradients read channels-last images. False if they do not give such, as by no cuDNN."""
     first = _first(node)
     with walk.graph.inserting_before(node):
