@@ -318,13 +318,13 @@ def test_attention_of_nothing_stays(size):
     assert torch.equal(got, program(q)) and sum(fused()) == 0
 
 
-@pytest.mark.parametrize(("device", "p", "fires"), [("cuda", 0.1, 1), ("cpu", 0.1, 0), ("cuda", 1.0, 0)])
-def test_live_dropout_becomes_the_fused_calls_own_on_cuda(device, p, fires):
+def on_fakes(device, size=(B, H, T, D), p=0.0, dtype=torch.float32, trained=False):
+    """Written attention with dropout of fake operands, as Dynamo gives it."""
     graph = torch.fx.Graph()
     q, k, v = (graph.placeholder(n) for n in "qkv")
     with FakeTensorMode(allow_non_fake_inputs=True):
         for n in (q, k, v):
-            n.meta["example_value"] = torch.empty(B, H, T, D, device=device)
+            n.meta["example_value"] = torch.empty(size, device=device, dtype=dtype, requires_grad=trained)
 
         def call(f, *args, **kwargs):
             node = graph.call_function(f, args, kwargs)
@@ -333,11 +333,22 @@ def test_live_dropout_becomes_the_fused_calls_own_on_cuda(device, p, fires):
             return node
 
         weights = call(torch.softmax, call(torch.matmul, q, call(torch.transpose, k, -2, -1)), -1)
-        graph.output((call(torch.matmul, call(F.dropout, weights, p, True), v),))
-    module = torch.fx.GraphModule({}, graph)
+        graph.output((call(torch.matmul, call(F.dropout, weights, p, True) if p else weights, v),))
+    return torch.fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize(("device", "p", "fires"), [("cuda", 0.1, 1), ("cpu", 0.1, 0), ("cuda", 1.0, 0)])
+def test_live_dropout_becomes_the_fused_calls_own_on_cuda(device, p, fires):
+    module = on_fakes(device, p=p)
     assert fuse_attention(module) == fires
-    calls = [n for n in graph.nodes if n.target is F.scaled_dot_product_attention]
+    calls = [n for n in module.graph.nodes if n.target is F.scaled_dot_product_attention]
     assert [n.kwargs["dropout_p"] for n in calls] == [p] * fires
+
+
+@pytest.mark.parametrize(("width", "trained", "fires"), [(256, True, 1), (257, True, 0), (257, False, 1)])
+def test_wide_heads_are_trained_by_products_on_cuda(width, trained, fires):
+    module = on_fakes("cuda", (2, 3, 64, width), dtype=torch.bfloat16, trained=trained)
+    assert fuse_attention(module) == fires
 
 
 def test_mild_fills_stay():
