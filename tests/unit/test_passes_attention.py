@@ -329,7 +329,8 @@ def on_fakes(device, size=(B, H, T, D), p=0.0, dtype=torch.float32, trained=Fals
         def call(f, *args, **kwargs):
             node = graph.call_function(f, args, kwargs)
             values = [a.meta["example_value"] if isinstance(a, torch.fx.Node) else a for a in args]
-            node.meta["example_value"] = f(*values, **kwargs)
+            with torch.no_grad():  # autograd would ask for a GPU
+                node.meta["example_value"] = f(*values, **kwargs)
             return node
 
         weights = call(torch.softmax, call(torch.matmul, q, call(torch.transpose, k, -2, -1)), -1)
