@@ -7,9 +7,11 @@ read 16-bit floats, instead of one that writes float32 values and another that r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 
 from fuser.ir.loop_body import is_checked
+from fuser.ir.sizes import Expr
 from fuser.scheduler.fusion import Fusion, Kernel
 from fuser.scheduler.inline import MOST_ROWS, inline_buffers
 from fuser.scheduler.nodes import Node
@@ -18,11 +20,14 @@ from fuser.targets import Target
 Sizes = Mapping[str, tuple[int, int]]
 
 
-def recompute(nodes: list[Node], fusion: Fusion, stored: Collection[str], sizes: Sizes, target: Target) -> bool:
+def recompute(
+    nodes: list[Node], fusion: Fusion, stored: Collection[str], sizes: Sizes, target: Target,
+    hint: Callable[[Expr], int],
+) -> bool:  # fmt: skip
     """Copy producers into readers in other kernels where that saves memory traffic. Returns whether any was copied.
 
-    `stored` are buffers that are written in any case, `sizes` (bytes, elements) by buffer. Nodes without readers stay
-    in `nodes`.
+    `stored` are buffers that are written in any case, `sizes` (bytes, elements) by buffer, `hint` gives a size's value
+    in the example. Nodes without readers stay in `nodes`.
     """
     home = {n.buffer.name: k for k in fusion.kernels for n in k.nodes}
     makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction and not n.buffer.table}
@@ -38,13 +43,16 @@ def recompute(nodes: list[Node], fusion: Fusion, stored: Collection[str], sizes:
         inner, leaves = _behind(b, makers, readers)
         cost = sum(sizes[leaf][0] for k in kernels for leaf in leaves if leaf not in k.reads)
         cost += sum(sizes[leaf][0] for leaf in leaves if leaf in home and leaf not in readers and leaf not in stored)
-        again = sum(n.cost() for n in inner.values())
+        found = [n for k in kernels for n in k.nodes if b in n.reads]
+        # A reader of a part of a concatenation runs the part's operations at all its points.
+        points = max(math.prod(hint(size) for _, size in n.domain) for n in found)
+        again = sum(n.cost() for n in inner.values()) * max(1, points // max(sizes[b][1], 1))
         if cost >= sizes[b][0] * (target.write_worth + len(kernels)) or again > target.recompute_cost:
             continue
         rows = sum(len(n.rows) for n in inner.values())
         if any(is_checked(r) for n in inner.values() for r in n.rows):
             continue  # a reader of one part would check the bounds of that part alone
-        for node in (n for k in kernels for n in k.nodes if b in n.reads):
+        for node in found:
             copies = len({r for r in node.rows if r.op == "load" and r.attr[0] == b})
             if node.ordered is None and not node.contracts and len(node.rows) + rows * copies <= MOST_ROWS:
                 inline_buffers(node, inner)

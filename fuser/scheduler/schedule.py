@@ -72,7 +72,7 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     fusion = fuse(ctx, nodes, sizes, most_rows, memory)
     if not ctx.writes:  # no input changes meanwhile
         for _ in range(MOST_ROUNDS):
-            if not recompute(nodes, fusion, roots, sizes, ctx.target):
+            if not recompute(nodes, fusion, roots, sizes, ctx.target, ctx.hint):
                 break
             nodes = _live_nodes(nodes, roots)
             fusion = fuse(ctx, nodes, sizes, most_rows, memory)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import Case, key_gradient
+from cuda_cases import Case, key_gradient, turned
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuser import config, interface
@@ -58,6 +58,25 @@ def test_long_reductions_and_reductions_along_memory_are_loops() -> None:
     for fn in (lambda x: x.view(3, 9, 8).sum(1), lambda x: x.view(9, 8, 3).sum(2)):
         _, found = scheduled(Case("", fn, lambda i: (i.normal(27, 8),)))
         assert [r.kind for p in found.plans for r in p.reductions] == ["sum"]
+
+
+def pooled_part(g: torch.Tensor, x: torch.Tensor, a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Sums over channels and points of a concatenation, of which a part is the gradient of a pool."""
+    how = [3, 3], [2, 2], [1, 1], False, True, None
+    y = torch.cat([a, torch.ops.aten.avg_pool2d_backward.default(g, x, *how)], 1)
+    return y / (y * w).sum((0, 2, 3), keepdim=True)
+
+
+def test_parts_of_a_concatenation_are_not_computed_at_all_points_of_it() -> None:
+    """A reader runs the pool's windows for all channels, and would run them again for the quotients."""
+    case = Case("", pooled_part, lambda i: (
+        turned(i.normal(4, 16, 4, 4)), turned(i.normal(4, 16, 8, 8)), turned(i.normal(4, 112, 8, 8)),
+        turned(i.normal(4, 128, 8, 8)),
+    ))  # fmt: skip
+    lowered, found = scheduled(case)
+    readers = [p for p in found.plans if any(r.op == "load" and r.attr[0] == "in0" for r in p.rows)]
+    assert len(readers) == 1 and not readers[0].reductions
+    torch.testing.assert_close(results(case, lowered, found)[0], case.fn(*case.args("cpu")))
 
 
 def test_few_long_rows_are_split_over_programs_and_then_written_by_another_kernel():
