@@ -51,6 +51,10 @@ JOINT_GRAPH: tuple[Pass, ...] = (
         "tensor_cores_channels_last", later("conv_tensor_cores", "tensor_cores_channels_last"), calls=_CONVOLUTION,
         device=_CUDA,
     ),
+    Pass(
+        "grouped_points_to_products", later("grouped_points", "grouped_points_to_products"), calls=_CONVOLUTION,
+        device=_CUDA,
+    ),
     Pass("depthwise_by_kernels", later("depthwise", "depthwise_by_kernels"), calls=_CONVOLUTION, device=_CUDA),
     Pass(
         "depthwise_gradients", later("depthwise_gradients", "depthwise_gradients"), calls="aten.convolution_backward",

@@ -115,6 +115,27 @@ def test_patches(size: int, length: int, train: bool) -> None:
     compared(Tokens().cuda().bfloat16().train(train), x, "patches_to_products", train)
 
 
+class Between(nn.Module):
+    """Convolutions of single points in groups between norms over channels, as in SqueezeBERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Conv1d(768, 3072, 1, groups=4), nn.Conv1d(3072, 768, 1, groups=4)
+        self.norm = nn.LayerNorm(768)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.narrow(F.gelu(self.wide(self.norm(x).transpose(1, 2))))
+        out: torch.Tensor = self.norm(x + y.transpose(1, 2))
+        return out
+
+
+@pytest.mark.parametrize("train", (False, True))
+def test_points_in_groups(train: bool) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(32, 256, 768, device="cuda", dtype=torch.bfloat16)
+    compared(Between().cuda().bfloat16().train(train), x, "grouped_points_to_products", train)
+
+
 @pytest.mark.parametrize("train", (False, True))
 def test_long_windows(train: bool) -> None:
     torch.manual_seed(1)
