@@ -228,23 +228,31 @@ def is_faster(p: Points, device: torch.device) -> bool:
 
 
 def runs_of(p: Points, device: str = DEVICE) -> dict[str, Callable[[], Any]]:
-    """The contestants on a device: the convolution or its gradients, and the products behind their copies."""
+    """The contestants on a device: the convolution or its gradients, and the products.
+
+    Views are made before, since launches wait for them here, and not in a program. Kernels make the copies of images.
+    """
     new: Any = functools.partial(torch.randn, dtype=p.dtype, device=device)
     ones = [1] * len(p.sides)
     weight = new(p.groups * p.filters, p.channels, *ones)
     x, grad = (_images(new, p, each) for each in (p.channels, p.filters))
     behind = ones, [0] * len(p.sides), ones, False, [0] * len(p.sides), p.groups
+    points, of_results = _stacked(_call, x, p, p.channels), _stacked(_call, grad, p, p.filters)
+    filters = _filters(_call, weight, p)
+    own, places = weight.view(p.groups, p.filters, p.channels), filters.view(-1, p.groups, p.filters, p.channels)
 
-    def call(target: Any, *args: Any, **kwargs: Any) -> Any:
-        if target is aten.clone.default and args[0].is_contiguous():
-            return args[0]
-        return target(*args, **kwargs)
+    def product() -> torch.Tensor:
+        if p.last:
+            return torch.bmm(points, filters.mT)
+        places.copy_(own)
+        return torch.bmm(filters, points)
 
-    def gradients() -> Any:
-        return (
-            _gradient_of_images(call, grad, weight, p),
-            _gradient_of_filters(call, grad, x, weight.shape, p),
-        )
+    def gradients() -> tuple[torch.Tensor, torch.Tensor]:
+        if p.last:
+            return torch.bmm(of_results, filters), torch.bmm(of_results.mT, points)
+        places.copy_(own)
+        each = torch.bmm(of_results, points.mT).view(p.images, p.groups, p.filters, p.channels)
+        return torch.bmm(filters.mT, of_results), each.sum(0)
 
     if p.backward:
         mask = [True, True, False]
@@ -252,10 +260,14 @@ def runs_of(p: Points, device: str = DEVICE) -> dict[str, Callable[[], Any]]:
             "convolution": lambda: aten.convolution_backward.default(grad, x, weight, None, *behind, mask)[:2],
             "products": gradients,
         }
-    return {
-        "convolution": lambda: aten.convolution.default(x, weight, None, *behind),
-        "products": lambda: _result(call, x, weight, p),
-    }
+    return {"convolution": lambda: aten.convolution.default(x, weight, None, *behind), "products": product}
+
+
+def _call(target: Any, *args: Any, **kwargs: Any) -> Any:
+    """The operator on tensors; a copy of what is row-major is the value itself."""
+    if target is aten.clone.default and args[0].is_contiguous():
+        return args[0]
+    return target(*args, **kwargs)
 
 
 def _images(new: Callable[..., torch.Tensor], p: Points, each: int) -> torch.Tensor:
