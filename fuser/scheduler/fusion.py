@@ -291,11 +291,30 @@ def _reads_several(kernel: Kernel, memory: Memory) -> bool:
 
 def _columns(kernel: Kernel, memory: Memory) -> tuple[Sym | None, int]:
     """The kept axis along which the first reduced tensor is contiguous, if any, and the tensor's bytes per element."""
+    loads: dict[str, list[tuple[str, Expr]]] = {}
     for node, name, address in _loads(kernel, memory, {}):
-        if node.is_reduction and any(coefficient(address, a) != ZERO for a in kernel.reduced):
-            along = next((a for a in kernel.axes.order if coefficient(address, a) == ONE), None)
-            return along, memory.dtypes[name].itemsize
+        loads.setdefault(node.name, []).append((name, address))
+    for node in kernel.nodes:
+        for name, address in _from_memory(kernel, node, loads) if node.is_reduction else ():
+            if any(coefficient(address, a) != ZERO for a in kernel.reduced):
+                along = next((a for a in kernel.axes.order if coefficient(address, a) == ONE), None)
+                return along, memory.dtypes[name].itemsize
     return None, 1
+
+
+def _from_memory(
+    kernel: Kernel, node: Node, loads: Mapping[str, list[tuple[str, Expr]]]
+) -> Iterator[tuple[str, Expr]]:  # fmt: skip
+    """The tensors that a node reads, and their addresses; of values that the kernel computes, what these are read from.
+
+    The strides of such a value say nothing about memory: a row-major copy of channels-last images is no copy there.
+    """
+    for name, address in loads.get(node.name, ()):
+        maker = kernel.produced.get(name)
+        if maker is None or maker is node:
+            yield name, address
+        elif not maker.is_reduction:
+            yield from _from_memory(kernel, maker, loads)
 
 
 def apply(kernel: Kernel, node: Node, matching: Matching) -> None:

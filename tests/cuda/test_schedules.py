@@ -96,6 +96,18 @@ def test_few_long_columns_are_split_like_rows():
     assert len(scheduled(Case("", normalised, lambda i: (i.normal(1 << 8, 64),)))[1].plans) == 1
 
 
+def test_columns_of_a_copy_in_another_order_are_split():
+    """The copy is no tensor in memory: its row-major strides do not hide that columns are read."""
+
+    def normalised(rows):
+        x = rows.view(32, 16, 16, 2, 2, 64).permute(0, 5, 1, 3, 2, 4)
+        x = torch.ops.aten.clone.default(x, memory_format=torch.contiguous_format).view(32, 64, 32, 32)
+        return x.permute(0, 2, 3, 1) / x.sum((0, 2, 3))
+
+    _, found = scheduled(Case("", normalised, lambda i: (i.normal(1 << 13, 256),)))
+    assert [bool(p.reductions) for p in found.plans] == [True, False]
+
+
 @pytest.mark.parametrize(
     "dtype, rows, columns, kernels",
     [(torch.bfloat16, 4096, 1024, 2), (torch.float32, 4096, 1024, 2), (torch.float32, 4096, 2048, 1),
