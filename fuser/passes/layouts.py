@@ -40,6 +40,7 @@ _OWN_STRIDES = frozenset(
 _POOLS = ("fuser.avg_pool2d_backward", "fuser.max_pool_offsets", "fuser.max_pool_offsets_backward")
 _LAST = 8  # the argument of `fuser::max_pool_offsets_backward` that says whether the result is in channels-last memory
 _NORM_GRADIENTS = aten.native_batch_norm_backward.default
+_GROUP_NORMS = {aten.native_group_norm.default: 0, aten.native_group_norm_backward.default: 1}  # the images' argument
 _GATHERS = (aten._unsafe_index.Tensor, aten.index.Tensor)  # results are row-major where two indices are side by side
 _FORMATS = (torch.contiguous_format, torch.channels_last)
 
@@ -162,6 +163,9 @@ class Relayout:
             node.update_kwarg("memory_format", torch.channels_last)
             self._set(node, self._value(node))
             return
+        if _is_normed_image(node):
+            self._follow_image(node)
+            return
         if not any(a in self.before for a in node.all_input_nodes) or is_write_back(node):
             return
         if not _adapt(node) and _is_particular(node):
@@ -177,9 +181,9 @@ class Relayout:
             self._follow_image(node)
 
     def _follow_image(self, node: fx.Node) -> None:
-        """Copy what was gathered from images in channels-last memory, as for bilinear resizing, into that order.
+        """Copy the row-major images that an operator makes of channels-last ones into their order.
 
-        The kernel that gathers stores the copy: of row-major images it would read each number from a line of its own.
+        The kernel that computes them stores the copy. Otherwise it would read or write each number in its own line.
         """
         with self.graph.inserting_after(node):
             copy = self.call(aten.clone.default, node, memory_format=torch.channels_last)
@@ -321,6 +325,16 @@ def _is_copy_of_image(node: fx.Node) -> bool:
         return False
     value: Any = node.args[0].meta.get("val")  # type: ignore[union-attr]
     return _is_image(value) and is_last(value) and not value.is_contiguous()
+
+
+def _is_normed_image(node: fx.Node) -> bool:
+    """Whether a node is the row-major result or gradient, as ATen gives it on CUDA, of a group norm of images in
+    channels-last memory."""
+    norm: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
+    at = _GROUP_NORMS.get(norm.target) if norm is not None else None
+    if at is None or not _is_image(node.meta.get("val")) or is_last(node.meta["val"]):
+        return False
+    return is_last(norm.args[at].meta["val"])
 
 
 def _gathers_points(node: fx.Node) -> bool:

@@ -158,6 +158,15 @@ def row_major_copy(x, w, b, v):
     return aten.convolution.default(z, v, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1).relu(), rows
 
 
+def group_norms(x, w, b, v):
+    """A group norm and its gradient, which ATen gives in row-major memory."""
+    how = x.shape[0], 16, 100, 4
+    y = conv(x, w, b).relu()
+    z, mean, rstd = aten.native_group_norm.default(y, b, b, *how, 1e-5)
+    grad = aten.native_group_norm_backward.default(z.sigmoid(), y, mean, rstd, b, *how, [True, True, True])
+    return aten.convolution.default(grad[0] * 2, v, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), z, grad[1]
+
+
 def parts_of_channels(x, w, b, v):
     """Slices of channels, which ATen copies for a convolution in either order, beside a convolution of volumes."""
     y = conv(x, w, b).relu()
@@ -188,6 +197,14 @@ def test_row_major_copies_stay_in_the_order_of_images():
     assert norm.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last)
 
 
+def test_group_norms_keep_the_order_of_images():
+    module = traced(group_norms, *SHAPES)
+    assert tensor_cores_channels_last(module) == 2
+    for target in (aten.sigmoid.default, aten.mul.Tensor):
+        (value,) = kinds_of(module, target)
+        assert value.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_copies_that_aten_makes_anyway_do_not_count(monkeypatch):
     """Nine convolutions and eight copies of slices would be too many copies otherwise."""
     monkeypatch.setattr(conv_tensor_cores, "_LEAST", 1 << 20)
@@ -204,8 +221,8 @@ def test_operators_that_refuse_strides_get_their_own():
 
 
 CONVERTED = {
-    resized: 2, row_major_copy: 2, parts_of_channels: 9, pieces: 1, pools: 2, epilogue: 1, two: 2, block: 2,
-    upwards: 1, normalised: 1, gradients: 2,
+    resized: 2, row_major_copy: 2, group_norms: 2, parts_of_channels: 9, pieces: 1, pools: 2, epilogue: 1, two: 2,
+    block: 2, upwards: 1, normalised: 1, gradients: 2,
 }  # fmt: skip
 
 
@@ -239,7 +256,7 @@ def traced_of_any_batch(f, *shapes):
         return make_fx(f)(*(torch.empty(s, device="cuda", dtype=torch.bfloat16) for s in sizes)), env
 
 
-OF_ANY_BATCH = [f for f in CONVERTED if f not in (pieces, pools, row_major_copy)]
+OF_ANY_BATCH = [f for f in CONVERTED if f not in (pieces, pools, row_major_copy, group_norms)]
 
 
 @pytest.mark.parametrize("f", OF_ANY_BATCH, ids=lambda f: f.__name__)
