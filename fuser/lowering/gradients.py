@@ -15,7 +15,7 @@ from fuser.lowering import demands
 from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.entries import lower
 from fuser.lowering.losses import MEAN
-from fuser.lowering.norms import Loader, by_channel, inverse_root, lies_by_channel, over_channels
+from fuser.lowering.norms import Loader, by_channel, inverse_root, lies_by_channel, over_channels, reads_columns
 from fuser.lowering.pointwise import elementwise, result_dtype
 from fuser.lowering.reductions import number_of, reduce, reduce_to_result
 
@@ -160,9 +160,10 @@ def lower_group_norm_backward(
     for t in (mean, rstd):
         demands.has_size(ctx, t, own, "a statistic of groups")
     order = ctx.order_of_meta(0) if mask[0] else None
+    by_channels = lies_by_channel(ctx, order, each) or reads_columns(ctx, each, size)
 
     def of_group(load: Loader) -> Loader:
-        if lies_by_channel(ctx, order, each):
+        if by_channels:
             return by_channel(ctx, load, size, each, wide)
         return lambda i: load((i[0], i[1] // each))
 

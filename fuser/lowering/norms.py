@@ -373,7 +373,7 @@ def group_norm(
     if lies_by_channel(ctx, order, each):
         return _by_channels(ctx, x, groups, each, w, b, eps, dtype, order)
     shape = (size[0], *(ctx.canon(s) for s in (groups, each)), *size[2:])
-    columns = ctx.target.square_tiles and each > 1 and _ends_in_channels(ctx) and _is_large(ctx, size)
+    columns = reads_columns(ctx, each, size)
     if columns:
         var, mean = _joined_moments(ctx, x, groups, each, wide)
     else:
@@ -390,8 +390,13 @@ def group_norm(
     return scaled(ctx, x, of_group(mean), of_group(rstd), w, b, dtype, order), mean, rstd
 
 
+def reads_columns(ctx: LoweringContext, each: int, size: Sequence[Expr]) -> bool:
+    """Whether tiles run over the channels of large images, in groups of `each`: rows of a group would be few bytes."""
+    return ctx.target.square_tiles and each > 1 and _ends_in_channels(ctx) and _is_large(ctx, size)
+
+
 def _ends_in_channels(ctx: LoweringContext) -> bool:
-    """Whether channels are the innermost dim in the memory of the norm's input."""
+    """Whether channels are the innermost dim in the memory of the norm's input, or of the gradient of its result."""
     meta = ctx.arg_metas[0] if ctx.arg_metas else None
     order = memory_order(meta.size(), meta.stride()) if isinstance(meta, torch.Tensor) and meta.dim() > 2 else None
     return order is not None and order[-1] == 1
