@@ -25,11 +25,13 @@ KEPT = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", KEPT)
 def test_from_a_tensor(name):
     check_each(KEPT[name], in_layouts(X))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool])
 def test_dtypes(dtype):
     x = values(3, 4, dtype=dtype)

@@ -26,7 +26,7 @@ def is_near(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.sampled(6, also=("16 bits-scalar",))
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("isa", HERE)
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_those_of_the_definition(name: str, isa: str) -> None:

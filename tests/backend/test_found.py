@@ -321,6 +321,7 @@ def test_an_empty_result_of_several_parts(recwarn):
     assert not recwarn.list
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size, step", [(1, 2), (2, 2), (2, 3), (1, 5), (5, 5)])
 def test_a_write_through_windows_keeps_the_signs_of_zeros(size, step):
     def fn(x):
@@ -413,6 +414,7 @@ PARTS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PARTS)
 def test_an_index_out_of_range_is_an_error_where_only_a_part_is_read(name):
     fn, native = PARTS[name]
@@ -434,7 +436,7 @@ def test_a_view_that_other_sizes_refuse():
             handle(torch.randn(size))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["add", "lt", "div", "maximum", "atan2"])
 def test_layouts_after_casts_of_expanded_tensors(name):
     op = getattr(torch, name)
@@ -467,6 +469,7 @@ def test_eager_searches_among_no_masks():
         handle(torch.zeros(3, dtype=torch.bool), torch.zeros(4, dtype=torch.bool))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("whole", [torch.int64, torch.int32, torch.int16])
 def test_a_number_cut_by_way_of_an_integer_has_no_sign_of_zero(whole):
     x = torch.tensor([-0.0, 0.0, -0.7, 0.3, 1.5, -2.5] * 20)
@@ -527,6 +530,7 @@ def test_the_first_nan_of_a_long_row_is_found(rows):
                 torch.testing.assert_close(got, eager, equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("compare", [operator.lt, operator.le, operator.gt, operator.ge])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_conditions_on_the_index_in_loops_over_halves(dtype, compare):
@@ -634,6 +638,7 @@ def test_strides_of_sizes_that_are_known_from_later_inputs():
     same(fn, torch.arange(4).reshape(1, 1, 4, 1), torch.randn(2, 2, 2, 4))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", [torch.logical_and, torch.logical_or, torch.logical_xor])
 def test_what_is_not_zero_before_it_takes_the_dtype_of_the_others(op):
     t, byte, half = torch.tensor, torch.zeros(3, dtype=torch.uint8), torch.zeros(3, dtype=torch.float16)

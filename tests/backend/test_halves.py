@@ -74,7 +74,7 @@ def test_every_value_has_eagers_bits(dtype):
         assert same_bits(got, want)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("n", [1, 7, 15, 16, 17, 31, 33, 63, 65, 76 * 76])
 def test_pairs_of_special_values_have_eagers_bits(dtype, n):

@@ -42,7 +42,7 @@ READS = {
 }
 
 
-@pytest.mark.sampled(4, also=("one_hot",))
+@pytest.mark.sampled(17, also=("take_along_all",))
 @pytest.mark.parametrize("name", READS)
 def test_reads(name):
     cases = [[x, I, J] for (x,) in in_layouts(X)]

@@ -70,7 +70,7 @@ def judge(got: Any, fn: Callable[..., Any], args: tuple[torch.Tensor, ...], name
         check(mine, own, true, f"{name}: result {n}", slack=SLACK[own.dtype], zeros=False, floor=floor)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10, also=("activated-torch.bfloat16-768", "activated-torch.float16-100"))
 @pytest.mark.parametrize("columns", [768, 100, 52])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)

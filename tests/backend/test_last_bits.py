@@ -80,7 +80,7 @@ def leaves(value: Any) -> list[torch.Tensor]:
     return [t for v in value for t in leaves(v)] if isinstance(value, (tuple, list)) else [value]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4, also=("dtype0-activated",))
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("dtype", LOW)
 def test_decisions_are_eagers_to_the_bit(dtype, chain):

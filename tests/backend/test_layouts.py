@@ -44,13 +44,13 @@ def tensor(layout: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return make((torch.randn(size) * 3).to(dtype))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_like_operands(layout):
     check_all(list(FUNCTIONS), list(FUNCTIONS.values()), tensor(layout), tensor(layout), floor=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", [name for name, (size, _) in LAYOUTS.items() if size])
 def test_beside_a_contiguous_operand(layout):
     """One operand strange, one contiguous, one that broadcasts, one without dims."""
@@ -64,7 +64,7 @@ def test_beside_a_contiguous_operand(layout):
     check_all(names, functions, a, b, row, point, floor=True)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9, also=("torch.float16-channels_last",))
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "channels_last", "expanded", "size_0"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool], ids=str)
 def test_layouts_of_other_dtypes(layout, dtype):
@@ -72,7 +72,7 @@ def test_layouts_of_other_dtypes(layout, dtype):
     check_all(["mul", "eq", "cast"], functions, tensor(layout, dtype), tensor(layout, dtype))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("layout", [n for n, (size, _) in LAYOUTS.items() if n != "size_0"])
 def test_reductions_of_layouts(layout):
     a = tensor(layout)

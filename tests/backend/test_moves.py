@@ -28,7 +28,7 @@ def every_bit(a: torch.Tensor) -> torch.Tensor:
     return a.contiguous().view(torch.int16)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_transposed_reads(dtype: torch.dtype):
     generator = torch.Generator().manual_seed(3)

@@ -54,6 +54,7 @@ def test_gradients_of_softmax_for_input_in_another_dtype(op):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_softmax(dtype):
     names = [n for n in SOFTMAXES if not (n == "to_float" and dtype is torch.float64)]
@@ -94,6 +95,7 @@ def norms_of_one_dtype(x, w, b) -> list[Any]:
     return [F.layer_norm(x, [5, 7, 16]), F.rms_norm(x, [16], w[0]), F.rms_norm(x, [7, 16])]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtypes", [*((d, d) for d in DTYPES), (torch.bfloat16, torch.float32)], ids=str)
 def test_layer_norm(dtypes):
     x, w, b = drawn(5, 7, 16, dtype=dtypes[0]), drawn(7, 16, dtype=dtypes[1]), drawn(7, 16, dtype=dtypes[1])
@@ -111,7 +113,7 @@ def channel_norms(x, w, b, m, v) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4, also=("torch.float32-torch.channels_last",))
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_channel_norms(dtype, layout):
@@ -251,6 +253,7 @@ def test_a_class_out_of_range_raises_as_eager():
         run_fusion(register_fusion(graph), [x, torch.tensor([0, 1, 2, 5])])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["softmax", "amax", "argmax"])
 def test_long_rows_have_a_kernel_of_their_own(name):
     """Lanes that run across short rows read long ones with steps; which lengths count as short is a guard."""
@@ -309,7 +312,7 @@ FEW_CASES = [
 EVERY = 1 if os.environ.get("FUSER_TEST_ALL") else 4  # of so many norms a case has one
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5, also=("dtype2-5-30.0",))
 @pytest.mark.parametrize("dtype, n, mean", FEW_CASES)
 def test_gradients_of_norms_of_few_16_bit_floats(dtype, n, mean):
     """What is saved for the backward is computed from the rounded values that the backward reads."""

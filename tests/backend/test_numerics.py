@@ -65,7 +65,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((x == y) | (a.isnan() & b.isnan())).all())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7, also=("first3-other1",))
 @pytest.mark.parametrize("other", DTYPES)
 @pytest.mark.parametrize("first", DTYPES)
 def test_chains_have_eagers_bits(first, other):

@@ -92,7 +92,7 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", WIDE, ids=text)
 @pytest.mark.parametrize("part", range(3))
 def test_elementary(dtype, part):

@@ -47,7 +47,7 @@ POOLS = {
 }
 
 
-@pytest.mark.sampled(2, also=("adaptive", "avg_other_ranks"))
+@pytest.mark.sampled(11, also=("avg_ceil", "avg_other_ranks", "avg_wide", "im2col"))
 @pytest.mark.parametrize("name", POOLS)
 def test_pools(name):
     channels_last = X.to(memory_format=torch.channels_last)
@@ -78,7 +78,7 @@ def test_long_rows(width):
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6, also=("33-float16",))
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("first", [5, 33, 150, 400])
 def test_rows_that_are_read_around_each_element(first, dtype):

@@ -57,7 +57,7 @@ def run(graph: fx.Graph, *args):
 
 
 @pytest.mark.optimised  # without optimisation sums have another order
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_a_linear_of_few_rows_is_as_exact_as_eager(size, dtype):
@@ -69,6 +69,7 @@ def test_a_linear_of_few_rows_is_as_exact_as_eager(size, dtype):
     assert (got - exact).abs().max() <= 1.05 * (eager - exact).abs().max() + 1e-6
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("isa", [row.name for row in machines.ROWS if machines.why_not(row) is None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_each_machine_gives_the_same_up_to_rounding(isa, dtype):

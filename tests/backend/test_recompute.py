@@ -181,6 +181,7 @@ def in_steps(stencil, steps):
     return lambda u: stencil(u, steps)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stencil", [rolled, padded, differences])
 def test_steps_of_a_stencil_are_not_computed_anew_for_each_neighbour(stencil):
     """Twice the steps are twice the operations, and not their square."""
@@ -247,7 +248,7 @@ WINDOWS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10, also=("hardshrink-laplacian",))
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_reader_computes_all_its_neighbours_or_none(activation, window):

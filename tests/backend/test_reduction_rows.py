@@ -49,7 +49,7 @@ def results(monkeypatch, function, inputs):
     return found, spec
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12, also=("argmax-torch.float32",))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int32, torch.uint8), ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_twin_gives_the_same_bits(name, dtype, twins, monkeypatch):

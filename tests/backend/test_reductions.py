@@ -80,7 +80,7 @@ def whole(dtype: torch.dtype, *size: int) -> torch.Tensor:
     return torch.randint(info.min, info.max, size).to(dtype)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(dtype):
     few = dtype in (torch.float16, torch.int32, torch.int16, torch.int8)
@@ -109,6 +109,7 @@ def test_floats(dtype):
     check_all(count(OF_FLOATS), list(OF_FLOATS.values()), whole(dtype, 3, 7, 37), slack=slack, floor=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [(300_000,), (3, 100_001), (60_000, 5), (7, 257, 65), (1, 1, 1)], ids=str)
 def test_sizes(size):
     """Split reductions, odd tails, few and many results."""
@@ -163,7 +164,7 @@ def few_values(dtype: torch.dtype, *size: int) -> torch.Tensor:
     return torch.where(torch.rand(size) < 0.5, -x, x) if dtype.is_floating_point else x
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.int64], ids=str)
 def test_the_first_of_equal_extremes(dtype):
     """Where lanes, turns of the loop, columns and chunks end; of zeros of both signs, the one at the index."""
@@ -210,7 +211,7 @@ OF_FLOAT_ROWS: Functions = {"softmax": lambda x: x.softmax(-1), "var": lambda x:
 LENGTHS = (1, 3, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 127, 128, 129, 200, 257, 300, 1000)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7, also=("torch.bfloat16-300",))
 @pytest.mark.parametrize("first", [3, 40, 100, 300], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8], ids=str)
 def test_rows_of_any_length(dtype, first):

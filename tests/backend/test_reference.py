@@ -47,7 +47,7 @@ def assert_same(got, want, args=()) -> None:
         torch.testing.assert_close(a, b, **close)
 
 
-@pytest.mark.sampled(4, also=("scalar_inputs",))
+@pytest.mark.sampled(36, also=("index", "scalar_inputs"))
 @pytest.mark.parametrize("name", CASES)
 def test_interpreters_and_kernel_agree_with_eager(name):
     fn, *args = CASES[name]

@@ -55,7 +55,7 @@ def drawn(dtype: torch.dtype, *size: int) -> torch.Tensor:
     return torch.randint(0, 100, size).to(dtype)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12, also=("conditions-torch.float16",))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results_are_eagers_at_all_sizes(name: str, dtype: torch.dtype) -> None:

@@ -28,7 +28,7 @@ def close_to_float64(handle, fn, x: torch.Tensor) -> None:
     assert off <= 2 * eager + 4 * torch.finfo(x.dtype).eps * exact.abs().max(), (tuple(x.shape), off, eager)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9, also=("shifted-dtype2",))
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_rows_of_every_length(name, dtype):
@@ -40,6 +40,7 @@ def test_rows_of_every_length(name, dtype):
         no_fallback(spec)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", EXTREMES)
 def test_a_nan_in_any_lane(name, dtype):

@@ -42,7 +42,7 @@ def text_of(fn, size, dtype: torch.dtype, device: str) -> str:
         return e.reason.replace("twin_", "")
 
 
-@pytest.mark.sampled(3, also=("max-cuda", "prod-cpu"))
+@pytest.mark.sampled(7, also=("logaddexp-cuda", "max-cuda", "prod-cpu"))
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_twin_gives_the_same_text(name, device, monkeypatch):

@@ -35,6 +35,7 @@ SCANS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SCANS)
 def test_scans(name):
     check_each(SCANS[name], in_layouts(X), tol=CLOSE)
@@ -112,7 +113,7 @@ def test_extremes_and_their_places_come_from_one_pass(dtype):
     compare(interpret_schedule(lowered, plan, (x,)), fn(x))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_blocks_of_rows(dtype):
     """Rows of several blocks, of one and of less than a vector: read as they are, with steps between, or computed."""
@@ -271,7 +272,7 @@ WHOLE = {
 FLOATS_ONLY = ("mean", "var", "norm", "softmax", "logsumexp", "logcumsumexp", "added", "scatter")
 
 
-@pytest.mark.sampled(12, also=("cummax-3",))
+@pytest.mark.sampled(22, also=("cummax-3",))
 @pytest.mark.parametrize("first", [3, 17, 400])
 @pytest.mark.parametrize("name", WHOLE)
 def test_of_an_empty_dim_nothing_is_read(name, first):

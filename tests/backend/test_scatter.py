@@ -49,12 +49,13 @@ WRITES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(15, also=("index_put_where_sum",))
 @pytest.mark.parametrize("name", WRITES)
 def test_writes(name):
     check_each(WRITES[name], in_layouts(X, Y, gaps=False))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("reduce", ["sum", "prod", "amax", "amin"])
 def test_reduce(reduce, include_self):
@@ -71,6 +72,7 @@ def test_reduce(reduce, include_self):
     check(fn, x, y)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
 def test_dtypes(dtype):
     x, y = values(4, 6, dtype=dtype), values(4, 6, dtype=dtype).flip(1)
@@ -154,6 +156,7 @@ BAD = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", BAD)
 def test_a_place_out_of_range_raises_what_eager_raises(name):
     fn, places = BAD[name]
@@ -207,6 +210,7 @@ OF_A_SLICE = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("write", OF_A_SLICE.values(), ids=OF_A_SLICE)
 def test_a_slice_with_gaps_has_eagers_strides(write):
     """Some of eager's operators copy a slice in its order of dims, others row-major."""

@@ -42,7 +42,7 @@ LONG = ((3, 700), (2, 6000), (4, 513), (5, 8), (1, 1024), (2, 1100))
 SHORT = ((6, 64), (7, 100), (3, 128), (2, 33), (2, 600))
 
 
-@pytest.mark.sampled(12, also=("long-halves turned-torch.uint8", "short-joined-torch.uint8"))
+@pytest.mark.sampled(19, also=("long-joined rows, reduced-torch.int64", "short-backwards-torch.int64"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("sizes", (LONG, SHORT), ids=("long", "short"))

@@ -42,7 +42,7 @@ def folded(values: torch.Tensor, columns: int) -> torch.Tensor:
     return F.pad(torch.cat([values, values.new_ones(more)]).reshape(-1, columns), (0, 1))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6, also=("signbit",))
 @pytest.mark.parametrize("rows", GROUPS, ids=lambda rows: rows[0].name)
 def test_each_op_has_the_bits_of_long_rows(rows: list[OpRow], monkeypatch: pytest.MonkeyPatch) -> None:
     floats = torch.cat([special_floats(torch.float32), torch.linspace(-4, 4, 13)])
@@ -62,7 +62,7 @@ def test_each_op_has_the_bits_of_long_rows(rows: list[OpRow], monkeypatch: pytes
             assert bool((bits | (got != got) & (want != want)).all()), (row.name, columns)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13, also=("hardsigmoid-mask",))
 @pytest.mark.parametrize("after", AFTER)
 @pytest.mark.parametrize("before", BEFORE)
 def test_neighbours_in_rows_of_any_length(before: str, after: str) -> None:

@@ -42,7 +42,13 @@ def kinds(x):
     return torch.where(x.isnan(), 3, infinite)
 
 
-@pytest.mark.sampled(8, also=("hardshrink-torch.float32", "logit-torch.float32", "softplus-torch.float32"))
+@pytest.mark.sampled(
+    22,
+    also=(
+        "elu of its result-torch.float64", "hardshrink-torch.float32", "logit-torch.float32",
+        "softplus-torch.float32",
+    ),
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_at_special_values(name, dtype):

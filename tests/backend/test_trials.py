@@ -142,6 +142,7 @@ def test_calls_that_write_are_not_repeated():
 LAYOUTS = ("rows", "turned", "unaligned")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("slower", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_calls_that_write_are_timed_on_copies(monkeypatch, layout, slower):
@@ -262,6 +263,7 @@ def test_a_single_operator_that_is_left_to_eager_is_called_as_eager_calls_it(mon
     assert other is not interface.REGISTRY.find(key).spec.fallback
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "op, args, name",
     [
@@ -342,6 +344,7 @@ class NoisyClock:
         return self.wall, self.cpu
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("verdict", VERDICTS)
 def test_the_same_inputs_give_the_same_bits_in_every_call(monkeypatch, clean, verdict):
     """Whatever a trial decides, from the first call on; sizes in turns, so that verdicts meet each other's kernels."""

@@ -41,7 +41,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_loops_over_truth_values_are_vectorised(name, tmp_path: pathlib.Path):
     found = toolchain.find_compiler()
@@ -70,6 +70,7 @@ def _lines_of(lines: list[str], start: int) -> set[int]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_truth_values_in_arrays_are_eagers(name):
     for x, labels in ((SCORES, LABELS), (SCORES[:1, :, :3, :5], LABELS[:1, :3, :5])):

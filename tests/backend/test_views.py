@@ -49,7 +49,7 @@ VIEWS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(4, also=("movedim",))
+@pytest.mark.sampled(20, also=("mT", "movedim"))
 @pytest.mark.parametrize("name", VIEWS)
 def test_read_in_a_kernel(name):
     tol = {"rtol": 1e-6, "atol": 1e-6} if name == "chunk_glu" else None

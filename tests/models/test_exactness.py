@@ -13,7 +13,7 @@ CHOSEN = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_no_further_from_float64_than_eager(name):
     turn = tuple(PIECES).index(name)

@@ -93,7 +93,7 @@ RESULTS = {
 }
 
 
-@pytest.mark.sampled(6, also=("repeated", "view of a view"))
+@pytest.mark.sampled(15, also=("views of one base",))
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_that_are_views_and_sizes_that_vary(name):
     def found(f):
@@ -244,7 +244,7 @@ def joined(x, y):
     return (x * y).sin() * y
 
 
-@pytest.mark.sampled(2, also=("a function's own gradient", "a power iteration"))
+@pytest.mark.sampled(6, also=("an input written behind a break",))
 @pytest.mark.parametrize("name", STATES)
 def test_states_that_a_second_run_must_not_change(name):
     def found(fused):

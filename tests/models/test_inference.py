@@ -22,7 +22,7 @@ def double(t):
     return t.double() if t.is_floating_point() else t
 
 
-@pytest.mark.sampled(2, also=("t5-inference_mode",))
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "context"),
     [*((name, torch.inference_mode) for name in MODELS), ("gpt2", torch.no_grad), ("resnet50", torch.no_grad)],

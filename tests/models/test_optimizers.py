@@ -109,7 +109,7 @@ def transposed_and_empty():
     return parameters, parameters
 
 
-@pytest.mark.sampled(2, also=("transposed_and_empty-False",))
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("prepare", "foreach"),
     [(separate, True), (halves_of_one_storage, False), (overlapping, True), (transposed_and_empty, False)],

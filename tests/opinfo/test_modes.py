@@ -13,6 +13,7 @@ OPERATORS = frozenset(
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("words, turn", (("dynamic+layouts", 0), ("dynamic+grad+layouts", 1), ("grad+autocast", 0)))
 def test_operators_in_other_modes(words, turn):
     ops = [op for op in database.operators() if op.name in OPERATORS][turn::2]

@@ -65,6 +65,7 @@ def test_neighbours_of_calls_that_cannot_be_fused(name):
     assert not neighbours.SPLIT or "large windows" in name, "it is refused when its group is formed already"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES if ALL else (torch.float32, torch.bool, torch.complex64), ids=str)
 @pytest.mark.parametrize("share", range(SHARES) if ALL else [1])
 def test_neighbours_of_operators(share, dtype):

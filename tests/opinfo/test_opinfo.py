@@ -37,6 +37,7 @@ def run(op, dtypes, samples: int, route: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled(7, also=("1", "2", "3"))
 @pytest.mark.parametrize("share", range(SHARES))
 def test_every_operator_by_the_interpreter(share):
     wrong = []
@@ -46,7 +47,7 @@ def test_every_operator_by_the_interpreter(share):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.sampled(4, also=("cat",))
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", KERNELS)
 def test_operators_by_kernels(name):
     op = next(op for op in OPERATORS if database.full_name(op) == name)
@@ -78,7 +79,7 @@ def test_written_inputs_are_compared_by_their_exact_value():
     assert outcome.status == runner.NATIVE, outcome
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", COMPILED)
 def test_operators_through_torch_compile(name):
     op = next(op for op in OPERATORS if database.full_name(op) == name)

@@ -71,7 +71,7 @@ LOOKUPS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3, also=("gradient", "index_put", "nll_loss"))
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_lookups_along_an_empty_dim_are_eagers(name):
     """A kernel made for many elements has no address for a lookup among none."""
@@ -96,7 +96,12 @@ def test_indices_that_broadcast_below_a_mask():
     assert torch.equal(got, torch.where(mask, x[rows, columns], 0.0))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(
+    16,
+    also=(
+        "chunk-torch.float32", "istft-torch.float32", "meshgrid.list_of_tensors-torch.float32", "tril-torch.float32",
+    ),
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPERATORS[::SHARE], ids=database.full_name)
 def test_as_eager_does(op, dtype):

@@ -113,7 +113,7 @@ def run(function, args, grad):
     return [out, *torch.autograd.grad(out, (q, k, v), torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype))]
 
 
-@pytest.mark.sampled(12, also=("written-False-dtype0",))
+@pytest.mark.sampled(19, also=("triangular-False-dtype2", "written-False-dtype0"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("function, grad", CASES)
 def test_results(function, grad, dtype, noted):
@@ -131,7 +131,7 @@ def test_results(function, grad, dtype, noted):
         assert far <= 2 * near + 4 * torch.finfo(dtype).eps * c.nan_to_num().abs().max()
 
 
-@pytest.mark.sampled(4, also=("window-True",))
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("function, grad", [c for c in CASES if c[0] not in (written, skewed)])
 def test_every_length_has_its_own_keys(function, grad, noted, monkeypatch):
     """Of a graph for all lengths the mask is read again for each."""

@@ -58,11 +58,11 @@ def check_training(spelling, dtype, backend):
 
 
 @pytest.mark.sampled(
-    12,
+    27,
     also=(
         "all_in_float32-torch.bfloat16", "bias_by_baddbmm-torch.float32", "causal_by_triu-torch.bfloat16",
-        "einsum_of_tokens-torch.float32", "padding_filled-torch.bfloat16", "padding_filled-torch.float32",
-        "scores_in_float32-torch.bfloat16",
+        "einsum_of_tokens-torch.float32", "one_head_of_keys-torch.float32", "padding_filled-torch.bfloat16",
+        "padding_filled-torch.float32", "scores_in_float32-torch.bfloat16",
     ),
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

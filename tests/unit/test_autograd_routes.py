@@ -136,7 +136,7 @@ ROUTES = [
 _FRAMES = {whole_step: 13, gradient_penalty: 4}  # others take at most three: the function, and around a graph break
 
 
-@pytest.mark.sampled(2, also=("whole_step",))
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("route", ROUTES, ids=lambda f: f.__name__)
 def test_route(route):
     want = route(lambda f: f if route is not compiled_autograd else torch.compile(f, backend="eager"))

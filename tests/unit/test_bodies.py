@@ -210,7 +210,7 @@ def _check(program: Function, inputs: list[torch.Tensor], gradients: bool, dynam
     return all(r.route != "eager" for r in compilations())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12, also=("cond-unchanged", "scan-norm"))
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_inference(operator: str, body: str) -> None:
@@ -220,14 +220,14 @@ def test_inference(operator: str, body: str) -> None:
     assert _graphs() and any(r.groups for r in _graphs())
 
 
-@pytest.mark.sampled(2, also=("region-reducing",))
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("operator", "body"), zip(OPERATORS, itertools.cycle(["branching", "reducing"])))
 def test_gradients(operator: str, body: str) -> None:
     assert _check(OPERATORS[operator](BODIES[body]), _inputs(torch.float32), True, False)
     assert {r.stage for r in _graphs() if r.groups} == {"forward", "backward"}
 
 
-@pytest.mark.sampled(4, also=("while-gradients",))
+@pytest.mark.sampled(7, also=("map-inference", "while-gradients"))
 @pytest.mark.parametrize("gradients", [False, True], ids=["inference", "gradients"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_symbolic_sizes(operator: str, gradients: bool) -> None:
@@ -278,6 +278,7 @@ def _writes_in_region(c: torch.Tensor, xs: torch.Tensor) -> Any:
     return region(c, xs[0]) + region(c, xs[1]) + c
 
 
+@pytest.mark.sampled(3, also=("_writes_in_loop",))
 @pytest.mark.parametrize("program", [_writes_in_branch, _writes_in_loop, _writes_in_region])
 def test_writes(program: Function) -> None:
     if IS_OLD and program is not _writes_in_region:

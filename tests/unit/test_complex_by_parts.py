@@ -95,7 +95,7 @@ def agree(got, want):
         torch.testing.assert_close(a, b, rtol=tol, atol=tol, equal_nan=True)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32, also=("many-False",))
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_in_eager(name, dynamic):
@@ -108,6 +108,7 @@ def test_as_in_eager(name, dynamic):
         agree(mine, own)
 
 
+@pytest.mark.sampled(11, also=("log", "mixed_precision", "squared", "sums", "turned_given", "views"))
 @pytest.mark.parametrize("name", FLOATING)
 def test_gradients(name):
     fn, *args = PROGRAMS[name]

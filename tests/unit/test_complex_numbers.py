@@ -75,7 +75,7 @@ def test_registered(name, number):
         assert_same(made(fuser.fusion_handle(fuser.register_fusion(traced)), x), made(program, x))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", ["eq", "ne", "count", "any", "sum", "product", "quotient", "power"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_compiled(dtype, name):

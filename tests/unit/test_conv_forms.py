@@ -66,7 +66,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(20, also=("depthwise-channels last, packed",))
 @pytest.mark.parametrize(
     ("name", "form"), [("single", USUAL), *((n, f) for n in MODELS for f in (LAST, PACKED)), ("pointwise", LINEAR)]
 )

@@ -127,7 +127,7 @@ def run(program, shape, gradients):
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(21, also=("lists-True-memory",))
 @pytest.mark.parametrize(("program", "dynamic", "settings"), pairwise(PROGRAMS, (False, True), SETTINGS))
 def test_like_eager(program, dynamic, settings):
     torch._dynamo.reset()
@@ -141,6 +141,7 @@ def test_like_eager(program, dynamic, settings):
     assert last_compilation().route != "eager"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("program", (middle, several, function))
 def test_under_autocast(program):
     torch._dynamo.reset()

@@ -56,7 +56,7 @@ def targets(function, *args, **options):
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(12, also=("3-nearest-exact-False",))
 @pytest.mark.parametrize(("dims", "mode", "last"), ORDERS)
 def test_bits_and_gradients(clean, dims, mode, last):
     """To each size, from an input of its own, in one graph."""
@@ -78,7 +78,7 @@ def test_bits_and_gradients(clean, dims, mode, last):
             torch.testing.assert_close(p, q, rtol=most, atol=most, msg=lambda m, to=to: f"{to}: {m}")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("dims", "last"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
 def test_gradients_of_any_number_of_images(clean, dims, last):
     """torch describes these gradients for sizes that are numbers alone: such graphs were run unfused as a whole."""
@@ -222,7 +222,7 @@ DROPS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", DROPS)
 def test_a_dropout_that_drops_nothing_is_its_input(clean, name, requires_grad):
@@ -280,7 +280,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9, also=("squares and weights-none",))
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_the_dispatcher_takes_apart_is_as_in_eager(clean, name, reduction):

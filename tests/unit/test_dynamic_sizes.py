@@ -47,6 +47,7 @@ def joined(x):
     return torch.cat([x, x[: x.shape[0] // 2] * 2]).mean(1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("f", [halves, padded, flattened, joined])
 def test_sizes_in_arithmetic(f):
     torch._dynamo.reset()
@@ -126,6 +127,7 @@ def shifted(x):
 SIZES = ((6, 4), (1, 4), (6, 1), (1, 1), (0, 4), (9, 7), (2, 2), (31, 5))
 
 
+@pytest.mark.sampled(5, also=("padded",))
 @pytest.mark.parametrize("f", [rows_and_columns, shifted, padded, joined, flattened])
 def test_a_handle_takes_all_sizes(f):
     """With the results of eager, or its error; from few kernels."""
@@ -144,6 +146,7 @@ def test_a_handle_takes_all_sizes(f):
     assert len(kernel_spec(key).store.kernels) <= 5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("f", [rows_and_columns, shifted, halves])
 def test_a_dimension_marked_dynamic(f):
     """One graph for all sizes from which nothing of one row is made; 0 and 1 have graphs of their own."""
@@ -236,6 +239,7 @@ def test_places_beyond_32_bits(far):
 
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("last", (torch.flatten, torch.ravel, lambda y: y.view(3, 2, 3), lambda y: y * 2))
 def test_gradients_where_the_trace_fixes_sizes(last):
     """Symbols of the graphs stand for numbers: a kernel that gives a view by such sizes takes no sizes for it."""

@@ -73,7 +73,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.sampled(8, also=("two results-True",))
+@pytest.mark.sampled(28, also=("two results-True",))
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_function(name, dynamic):

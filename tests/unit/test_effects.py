@@ -28,6 +28,7 @@ def compiled(function):
     return torch.compile(function, backend=fuser_backend)
 
 
+@pytest.mark.sampled(3)
 @checks_are_kept
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_program_calls_the_operator_itself(name):

@@ -96,7 +96,7 @@ def test_views_of_gradients_in_graphs_that_dynamo_did_not_capture(name):
     torch.testing.assert_close(torch.autograd.grad(got, x, weights), torch.autograd.grad(want, x, weights))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_views_have_eagers_strides_in_dims_of_one_element(name):
     """By which a join or a pool tells channels-last memory (seeds 23026904 and 23046056)."""

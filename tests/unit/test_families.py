@@ -108,7 +108,7 @@ def values_of(t):
     return t.values() if t.is_nested else t
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_with_gradients(name):
     f, make = FUNCTIONS[name]
@@ -168,7 +168,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_modules_that_change_after_compilation(change):
     eager, other = made(), made()

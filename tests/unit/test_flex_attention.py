@@ -73,7 +73,7 @@ def dtypes_of(number: int) -> tuple[torch.dtype, ...]:
     return DTYPES if os.environ.get("FUSER_TEST_ALL") else (DTYPES[number % 4],)
 
 
-@pytest.mark.sampled(2, also=("nothing for some-torch.bfloat16",))
+@pytest.mark.sampled(10, also=("bias of the first-torch.float64", "nothing for some-torch.bfloat16"))
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(c, d) for i, c in enumerate(CASES) for d in dtypes_of(i)],

@@ -123,7 +123,12 @@ SEVERAL = {
 }
 
 
-@pytest.mark.sampled(2, also=("an operator", "histogram", "in a dict, twice", "native_layer_norm"))
+@pytest.mark.sampled(
+    20,
+    also=(
+        "an operator", "an operator by packet", "in a dict, twice", "in a tuple", "native_layer_norm",
+    ),
+)  # fmt: skip
 @pytest.mark.parametrize("function, fused", SEVERAL.values(), ids=SEVERAL)
 def test_returned_calls_with_several_results(function, fused):
     key = interface.register_fusion(fx.symbolic_trace(function))
@@ -251,7 +256,7 @@ def with_number(name):
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-@pytest.mark.sampled(2, also=("float", "sym_int"))
+@pytest.mark.sampled(17, also=("1 / (1 - p)", "2 ** p", "float"))
 @pytest.mark.parametrize("name", [*ON_NUMBERS, *CALLED])
 def test_arithmetic_on_numbers(name):
     """Numbers of every value share a kernel, of the whole or of a piece that is given what Python made of them."""

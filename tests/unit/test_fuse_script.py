@@ -110,7 +110,7 @@ def test_as_the_script(program, args):
         assert all(map(same_bits, calls[1:], calls))
 
 
-@pytest.mark.sampled(2, also=("cast_to", "optional_weights"))
+@pytest.mark.sampled(4, also=("optional_weights",))
 @pytest.mark.parametrize(("program", "several"), corpus.CHANGING, ids=[p.__name__ for p, _ in corpus.CHANGING])
 def test_arguments_that_change(program, several):
     script = scripted(program)

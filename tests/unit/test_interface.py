@@ -321,7 +321,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name):
     x = LAYOUTS[name]()

@@ -74,7 +74,7 @@ INDICES: dict[str, Callable[[int], Function]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", INDICES)
 def test_indices_share_kernels(name):
     specs = specifications(INDICES[name], range(2, 52, 4), X)
@@ -131,7 +131,7 @@ WHOLE = (3, 5, 100, 0, 1, 2, 1 << 40)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9, also=("hardtanh-torch.int16",))
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool], ids=str)
 @pytest.mark.parametrize("form", ["clamp", "clamp_min", "clamp_max", "both", "hardtanh"])
 def test_limits_that_do_not_fit_are_what_eager_makes_of_them(dtype, form):
@@ -147,7 +147,7 @@ def test_limits_that_do_not_fit_are_what_eager_makes_of_them(dtype, form):
     specifications(made[form], (3, 100, -3, -5, -100, 120, 127, -128, 200, -200, 255, 300, -(1 << 20), 1 << 40), x)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scalars_share_kernels(dtype):
     """Of one type and then in turn; some of them stay constants, and 1 << 40 does not fit every dtype."""

@@ -109,7 +109,7 @@ def _calls(function, dtype, parameters):
     return found
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_as_in_eager(program, dtype):

@@ -125,7 +125,7 @@ def test_one_kernel_serves_every_size():
     assert convolve._handle_of.cache_info().misses == before
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", epilogues.ACTIVATIONS)
 def test_activations(name, dtype):
@@ -286,7 +286,7 @@ def test_a_sum_is_part_of_the_later_convolution(own):
     assert unfused() == 3 * ["packed_convolution_and_more"]
 
 
-@pytest.mark.sampled(2, also=("Mish-None",))
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("activation", "step"),
     [(nn.ReLU6, "relu6"), (nn.Hardswish, "hardswish"), (lambda: nn.GELU("tanh"), "gelu_tanh"), (nn.GELU, "gelu"),

@@ -119,7 +119,7 @@ def fused():
     return [r.changed for c in compilations() for r in c.passes if r.name == "fuse_attention"]
 
 
-@pytest.mark.sampled(2, also=("hugging_gpt2",))
+@pytest.mark.sampled(8, also=("hugging_gpt2",))
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
 def test_spelling_is_fused(spelling):
     args = qkv()

@@ -74,7 +74,7 @@ FINISHES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", FINISHES)
 def test_results(name):
     assert check(Net(FINISHES[name]).eval(), torch.randn(2, 3, 96, 80)) == 5

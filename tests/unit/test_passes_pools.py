@@ -55,7 +55,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(4, also=("1d gaps-dtype0-True",))
+@pytest.mark.sampled(10, also=("1d gaps-dtype0-True", "2d-dtype1-True"))
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)

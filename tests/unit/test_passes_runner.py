@@ -276,7 +276,7 @@ TURNS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(10, also=("resize_-function-False",))
 @pytest.mark.parametrize("dynamo", [False, True])
 @pytest.mark.parametrize("spelled", ["method", "function"])
 @pytest.mark.parametrize("name", TURNS)

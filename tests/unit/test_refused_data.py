@@ -49,7 +49,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.sampled(4, also=("classes-True",))
+@pytest.mark.sampled(8, also=("targets-True",))
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_data_that_eager_refuses_is_refused(name, trains):

@@ -58,7 +58,7 @@ def _shared(tensors: list[torch.Tensor]) -> list[int]:
 SAMPLES = dict(_samples())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("name", SAMPLES)

@@ -82,7 +82,7 @@ IN_PLACE = {  # how many calls of ATen write into a part
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2, also=("reads_before_and_after",))
+@pytest.mark.sampled(10, also=("part_of_itself", "parts"))
 @pytest.mark.parametrize("fn", IN_PLACE, ids=lambda f: f.__name__)
 def test_scatters_into_an_input(fn):
     torch._dynamo.reset()
@@ -167,7 +167,7 @@ WRITTEN_BY = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8, also=("mul_-view as complex-rows cut",))
 @pytest.mark.parametrize("layout", ("rows cut", "every second"))
 @pytest.mark.parametrize("reader", BY_OFFSETS)
 @pytest.mark.parametrize("write", WRITTEN_BY)

@@ -51,6 +51,7 @@ def routes(fused):
     return [(sum(map(len, f._programs.values())), f.reasons) for f in found if f is not None]
 
 
+@pytest.mark.sampled(3, also=("1-loop_tuple_state",))
 @pytest.mark.parametrize(("program", "args"), _CASES, ids=[f"{i}-{c[0].__name__}" for i, c in enumerate(_CASES)])
 def test_as_the_script(program, args):
     script = scripted(program)
@@ -165,6 +166,7 @@ def differentiated_again(results, x):
     return first, *torch.autograd.grad(first.square().sum(), x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ask", [in_turn, kept_then_freed, differentiated_again], ids=lambda f: f.__name__)
 def test_a_backward_keeps_what_another_one_reads(ask):
     def shares(x: Tensor, y: Tensor):
@@ -199,6 +201,7 @@ def weighted_twice(x: Tensor, times: int = 2):
     return x
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("program", [weighted, weighted_twice, Weighted], ids=["function", "loop", "module"])
 def test_dynamo_traces_nothing_that_makes_kernels(program):
     """A compiled function calls scripts behind a graph break, where Dynamo offers to trace whatever Python runs."""
@@ -218,6 +221,7 @@ def test_dynamo_traces_nothing_that_makes_kernels(program):
     assert all(not reasons for _, reasons in routes(fused))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["add_", "mul_", "sub_", "div_"])
 def test_writes_in_place_have_gradients(name):
     """A residual block, as torchvision writes it: the write becomes an operator of the group."""

@@ -78,7 +78,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2, also=("25-loop_unbind", "3-compared"))
+@pytest.mark.sampled(25, also=("3-compared",))
 @pytest.mark.parametrize(
     ("program", "args", "groups"), CASES, ids=[f"{i}-{c[0].__name__}" for i, c in enumerate(CASES)]
 )

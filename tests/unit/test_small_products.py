@@ -36,7 +36,7 @@ def compare(fn, tensors, tol):
         torch.testing.assert_close(own.double(), other.double(), rtol=tol, atol=tol * 8)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6, also=("vectors",))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_results_and_gradients_are_those_of_a_library(name):
     fn, *sizes = PROGRAMS[name]

@@ -60,7 +60,7 @@ def graphs(monkeypatch):
     return seen
 
 
-@pytest.mark.sampled(2, also=("words-True",))
+@pytest.mark.sampled(3, also=("words-True",))
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_operator_of_a_model_has_a_line(name, training, graphs):

@@ -111,7 +111,7 @@ def pieces_of(spec: KernelSpec) -> tuple[list[KernelSpec], collections.Counter[s
     return found, left
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10, also=("read as a whole",))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_only_the_calls_that_cannot_be_fused_are_left_to_aten(name, registry):
     program, pieces, left = PROGRAMS[name]

@@ -110,7 +110,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.sampled(4, also=("log_softmax", "logaddexp"))
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_kernels_write_where_eager_does(name):
     """In dims of several elements: one kernel serves all strides of the others."""
@@ -184,7 +184,7 @@ OF_IMAGES = {
 }
 
 
-@pytest.mark.sampled(8, also=("adaptive_pool", "batch_norm", "cumsum", "group_norm", "new_dim"))
+@pytest.mark.sampled(21, also=("adaptive_pool", "batch_norm"))
 @pytest.mark.parametrize("name", OF_IMAGES)
 def test_kernels_heed_strides_in_dims_of_one_element(name):
     """Tensors of one size that differ only there: eager's results may lie in other orders."""

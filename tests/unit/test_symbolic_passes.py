@@ -124,7 +124,13 @@ def _input(kind, requires_grad):
     return x
 
 
-@pytest.mark.sampled(4, also=("batches-unbacked-True",))
+@pytest.mark.sampled(
+    14,
+    also=(
+        "attention-unbacked-False", "batches-unbacked-True", "convolutions-unbacked-True", "lists-unbacked-True",
+        "views-unbacked-True",
+    ),
+)  # fmt: skip
 @pytest.mark.parametrize("kind, requires_grad", [("backed", True), ("unbacked", True), ("unbacked", False)])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
 def test_family(family, kind, requires_grad, watched):

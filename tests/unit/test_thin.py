@@ -270,7 +270,7 @@ def outcome(case, f):
         return next((w for w in ("second time", "modified by an inplace", "") if w in str(error)), "")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", CASES, ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore:Anomaly")
 def test_as_in_eager(case, compiled):

@@ -79,6 +79,7 @@ INSIDE = [pair for pair in PAIRS if pair not in WRONG_BEFORE]
 old_levels = pytest.mark.skipif(IS_OLD, reason="torch drops the error, with aot_eager too")
 
 
+@pytest.mark.sampled(11, also=("convolution-jacfwd",))
 @pytest.mark.parametrize("name, transform", INSIDE)
 def test_inside(name, transform):
     f, shape = PROGRAMS[name]
@@ -88,6 +89,7 @@ def test_inside(name, transform):
     assert all(c.route != "eager" for c in compilations())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_around(name):
     """Calls with tangents between calls without."""
@@ -102,6 +104,7 @@ def test_around(name):
     assert sum(c.route != "eager" for c in compilations()) == 1
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_many_gradients_at_once(name):
     f, shape = PROGRAMS[name]
@@ -122,6 +125,7 @@ def level():
         return torch._C._functorch.get_dynamic_layer_stack_depth()
 
 
+@pytest.mark.sampled(3)
 @old_levels
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "dual"])
 def test_levels_are_left_after_an_error(transform):

@@ -36,9 +36,10 @@ def small(args) -> bool:
 
 
 @pytest.mark.sampled(
-    4,
+    16,
     also=(
-        "argmax-vectors", "bools-plain", "drawn-vectors", "rms_swiglu-plain", "roll-plain", "scalar_inputs-vectors",
+        "argmax-vectors", "bfloat16_cast-vectors", "bools-plain", "drawn-vectors", "rms_swiglu-plain", "roll-plain",
+        "scalar_inputs-vectors", "softmax_half-plain",
     ),
 )  # fmt: skip
 @pytest.mark.parametrize("macros", [(), ("FUSER_LANES", "FUSER_MASKS")], ids=["plain", "vectors"])
@@ -167,7 +168,7 @@ LARGE = {
 }
 
 
-@pytest.mark.sampled(2, also=("channels apart-vectors", "columns-plain"))
+@pytest.mark.sampled(7, also=("columns-plain", "rows apart-vectors"))
 @pytest.mark.parametrize("macros", [(), ("FUSER_LANES", "FUSER_MASKS")], ids=["plain", "vectors"])
 @pytest.mark.parametrize("name", LARGE)
 def test_results_past_the_cache(name, macros, monkeypatch):

@@ -100,7 +100,7 @@ INPUTS = ((numbers, True), (columns, True), (numbers, False))
 MADE = pairwise(VIEWS, PROGRAMS, INPUTS)
 
 
-@pytest.mark.sampled(6, also=("strided", "swapped", "tensor_split", "unfold"))
+@pytest.mark.sampled(9, also=("strided", "tensor_split"))
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_of_a_written_input(name):
     ran = [
@@ -110,7 +110,7 @@ def test_views_of_a_written_input(name):
     assert sum(ran) >= len(ran) / 3
 
 
-@pytest.mark.sampled(6, also=("halves",))
+@pytest.mark.sampled(20, also=("narrower",))
 @pytest.mark.parametrize("name", sorted(VIEWS.keys() - {"strided"}))  # Dynamo itself has no views of that one
 def test_views_of_views_of_an_input(name):
     """Those of the input's dtype in one graph; a graph with another dtype is not compiled, so they are apart."""

@@ -46,7 +46,7 @@ def with_gradients(fn, args):
     return [out.detach(), *(a.grad for a in args)]
 
 
-@pytest.mark.sampled(5, also=("of volumes-torch.bfloat16-dynamic",))
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)

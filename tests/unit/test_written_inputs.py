@@ -72,7 +72,7 @@ def eager_allows(read, write, of_integers: bool) -> bool:
     return True
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7, also=("transposed-integers",))
 @pytest.mark.parametrize("of_integers", [True, False], ids=["integers", "floats"])
 @pytest.mark.parametrize("write", WRITES)
 def test_the_backward_reads_nothing_written(write, of_integers):

@@ -106,7 +106,7 @@ def test_the_pass(f):
         assert torch.equal(a, b) and a.stride() == b.stride() and a.dtype is b.dtype
 
 
-@pytest.mark.sampled(2, also=("False-slices",))
+@pytest.mark.sampled(4, also=("False-slices",))
 @pytest.mark.parametrize("f", [returns, slices, older_content], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(f, dynamic):

@@ -71,7 +71,7 @@ def test_along_each_dim(name, order):
     assert not [u for u in last_compilation().unfused if u.op == "aten.copy_"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", [*WHOLE, *OTHERS])
 def test_as_in_eager(name, dynamic):

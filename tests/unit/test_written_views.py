@@ -70,18 +70,20 @@ def compare(view, write, reader, dynamic=False):
         torch.testing.assert_close((*got, x), (*want, copy))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(35, also=("permuted-norm-nobody",))
 @pytest.mark.parametrize("view, write, reader", pairwise(WHOLE | PARTS, POINTWISE | SCATTERS, READERS))
 def test_as_in_eager(view, write, reader):
     compare((WHOLE | PARTS)[view], (POINTWISE | SCATTERS)[write], READERS[reader], dynamic=write in ("mul", "set"))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("view, write", [*((v, "mul") for v in WHOLE), *(("flat", w) for w in POINTWISE if w != "mul")])
 def test_a_kernel_writes_the_input(view, write):
     compare(WHOLE[view], POINTWISE[write], READERS["nobody"])
     assert "aten.copy_" not in on_aten()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("view", WHOLE | PARTS)
 def test_a_scatter_is_made_in_place(view):
     def program(x):
@@ -117,6 +119,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", ORDERS)
 def test_who_reads_the_old_content_comes_first(name):
     program = ORDERS[name]
@@ -161,7 +164,7 @@ TOGETHER = {
 DYNAMIC = ("rows", "one row", "diagonal", "overlapping", "shifted", "back")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ALONE | TOGETHER)
 def test_parts_are_written_as_in_eager(name):
     function, dynamic = (ALONE | TOGETHER)[name], name in DYNAMIC
@@ -177,6 +180,7 @@ def test_parts_are_written_as_in_eager(name):
     torch.testing.assert_close((*got, x), (*want, copy))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ALONE)
 def test_no_kernel_computes_elements_that_are_not_written(name):
     def program(x):
