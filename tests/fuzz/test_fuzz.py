@@ -17,13 +17,13 @@ from tests.fuzz.generate import generate
 from tests.fuzz.program import Input, Program, Ref, Step, graph_of, make_inputs, run
 from tests.fuzz.shrink import shrink
 
-# (way, first seed, programs): 468, most of which go without a compiler.
+# (way, first seed, programs): 286, most of which go without a compiler.
 PORTIONS = [
-    *(("plans", n, 200) for n in range(0, 1600, 800)),
+    *(("plans", n, 120) for n in range(0, 1600, 800)),
     ("vectors", 100_000, 6),
-    ("kernel", 50_000, 16),
-    ("whole", 60_000, 24),
-    ("backend", 70_000, 16),
+    ("kernel", 50_000, 10),
+    ("whole", 60_000, 14),
+    ("backend", 70_000, 10),
     ("compile", 80_000, 4),
     ("dynamic", 90_000, 2),
 ]
