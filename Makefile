@@ -14,6 +14,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cpp fuser/runtime/native/*.h)
 
+# The tests start a few hundred processes: where no bytecode is written, each of them compiles the package.
+unexport PYTHONDONTWRITEBYTECODE
+
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo test machines test-cuda cubins opinfo modes strides fuzz exactness peers zoo told spellings scripts nnsmith packages vision sweeps stress lint types imports pages site bench report-page clean

@@ -27,7 +27,9 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import ReduceOps, ScanOps, TensorHandle
 
 from benchmarks import checks
+from fuser import targets
 from fuser.cuda import batch, fused_kernel, tiles, toolchain, tuning
+from fuser.cuda.target import TARGET
 from fuser.errors import Unsupported
 from fuser.ir.sizes import run_program
 from fuser.lowering import norms
@@ -308,6 +310,12 @@ def small_columns() -> None:
     tiles.SPLIT_COLUMN_FROM, tiles.MOST_CHUNKS = 65, 4
 
 
+def cut_columns() -> None:
+    """The same, and columns are cut by kernels of their own from a sixteenth of the elements on."""
+    small_columns()
+    targets.OWN["cuda"] = lambda: dataclasses.replace(TARGET, long_row=TARGET.long_row // 16)
+
+
 def large_operands() -> None:
     """Every operand that rows share is large."""
     tiles.SHARED_FROM = 0
@@ -351,7 +359,7 @@ SHORT: dict[str, tuple[Any, Any]] = {
     "column_sum/bf16/passing": (small_passing, lambda i: (i.normal(200, 16, dtype=torch.bfloat16),)),
     "mean_var/columns": (small_columns, lambda i: (i.normal(130, 40) + 30,)),
     "mean_var/columns/odd": (small_columns, lambda i: (special_rows(i, 313)[:, :131].t().contiguous(),)),
-    "batch_norm/columns": (small_columns, lambda i: (i.normal(4100, 33), i.uniform(33), i.normal(33))),
+    "batch_norm/columns": (cut_columns, lambda i: (i.normal(260, 33), i.uniform(33), i.normal(33))),
     "norm_gradients": (small_walks, lambda i: (i.normal(37, 70), i.normal(37, 70), i.uniform(37, 1), i.uniform(70))),
     "dropout": (None, lambda i: (i.below(1 << 62), i.normal(2, 10, 77, dtype=torch.bfloat16))),
 }
@@ -396,6 +404,7 @@ def table_of(name: str) -> Any:
 def prepare(name: str) -> None:
     """Set the tables for a case."""
     vars(tiles).update(TABLES)
+    targets.OWN["cuda"] = lambda: TARGET
     for (module, which, low), value in zip(TURNS, USUAL, strict=True):
         setattr(module, which, low if name.startswith("order/") else value)
     table = table_of(name)

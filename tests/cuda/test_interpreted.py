@@ -29,7 +29,12 @@ LEFT = """
     attention/remainders dropout attention/doubled order/8 sum_and_max/passing exact/e4m3fn/store
     column_sum/bf16/passing cumsum/columns float8/e5m2/to cumsum cummax/columns bool_masks/0 pool/average/last/4
     log_softmax/long shared/some mixed_dtypes/0 mean_var/special pool/largest/gradient long_norm/odd pool/offsets
-    pair/5 exact/e5m2/store cummax/looped
+    pair/5 exact/e5m2/store cummax/looped index_add order/4 dropout/all norm_gradients/summed index_put/sum
+    log_softmax/long/17002 pair/63 pair/6 dropout/transposed mean_var/columns chain/1 pair/7 dropout/channels
+    float8/e4m3fn/from exact/pool/bf16 pair/3 chain/4 exact/pool/last cumsum/middle order/10 chain/11 normal
+    dropout/rows softmax/odd cumsum/chunks pair/2 chain/0 exact/pool/int pair/4 exact/signs/float64 chain/104
+    pool/average/gradient cummax/rows dropout/odd scatter_add/outer chain/8 mean_var/columns/odd dropout/long
+    index_add/scaled chain/3 cummax/uint8 pair/0 order/6 chain/9 pool/average/edges
 """.split()
 ALL = (*INTERPRETED, *INTERPRETED_MATMULS, *CHAINS, *PAIRS, *SEEN)
 NAMES = ALL if OF == 1 else tuple(name for name in ALL if name not in LEFT)
