@@ -46,7 +46,7 @@ def ran(function, inputs, monkeypatch, batched):
     return out
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(16, also=("norm-dtype6",))
 @pytest.mark.parametrize(("name", "dtype"), [
     *((name, dtype) for name in FUNCTIONS for dtype in (torch.float32, torch.bfloat16)),
     ("log_softmax", torch.float64), ("norm", torch.float64), ("softmax", torch.float16), ("sums too", torch.float16),

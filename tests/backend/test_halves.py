@@ -186,7 +186,7 @@ def columns(x):
     return torch.softmax(x, 0), x.sum(0), x.amax(0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8, also=("shape0-padded_rows-eager", "shape2-rows-eager"))
 @pytest.mark.parametrize("mode", ["fast", "eager"])
 @pytest.mark.parametrize("fn", [rows, columns, padded_rows])
 @pytest.mark.parametrize("shape", [(3, 5), (37, 64), (9, 1000), (4, 2077), (130, 33)])

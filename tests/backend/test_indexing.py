@@ -138,7 +138,7 @@ POOLED = {  # rows that are looked up, and reduced along the lookups
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9, also=("softmax-torch.int32",))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64, torch.int32), ids=str)
 @pytest.mark.parametrize("name", POOLED)
 def test_rows_that_are_looked_up_are_reduced(name, dtype):

@@ -129,6 +129,7 @@ def run(fn, args):
     return found, [k.source for k in spec.store.kernels], spec
 
 
+@pytest.mark.sampled(4, also=("bytes", "halves", "long rows", "norm"))
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_twins_in_kernels_give_the_same_texts_and_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fn, sizes, dtype = FUNCTIONS[name]

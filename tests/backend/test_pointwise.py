@@ -118,6 +118,7 @@ def test_activations(dtype):
     check_all(list(ACTIVATIONS), list(ACTIVATIONS.values()), x, exact=list(exact.values()), **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [*WIDE, torch.int64, torch.int8, torch.uint8], ids=text)
 def test_by_number(dtype):
     check_all(list(BY_NUMBER), list(BY_NUMBER.values()), values(dtype), slack=0)
@@ -165,6 +166,7 @@ INT_BINARY = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=text)
 def test_binary(dtype):
     check_all(list(BINARY), list(BINARY.values()), *pairs(dtype), slack=0)
@@ -206,6 +208,7 @@ def test_division_by_zero_raises_as_eager():
         fuser.run_fusion(fuser.register_fusion(graph), [torch.arange(9), torch.arange(9)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("source", DTYPES, ids=text)
 def test_casts(source):
     """Every dtype to every other, by numbers that fit; integers wrap."""
@@ -230,6 +233,7 @@ MIXED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtypes", MIXED, ids=lambda d: "-".join(map(text, d)))
 def test_promotion(dtypes):
     """Tensors of two dtypes, the second also without dims, and a number."""

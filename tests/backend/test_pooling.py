@@ -108,6 +108,7 @@ def test_rows_that_are_read_around_each_element(first, dtype):
         no_fallback(spec)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [20, 100, 500])
 def test_windows_are_read_in_vectors(width):
     """g++ writes no vectors where many values are chosen by conditions that hold along the loop: 17 times the time."""

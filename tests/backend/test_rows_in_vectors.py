@@ -66,6 +66,7 @@ def test_a_number_that_all_lanes_share(dtype):
     no_fallback(spec)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_rows_of_several_pieces(dtype):
     """Sums of pieces share registers, and go to totals after some of them."""

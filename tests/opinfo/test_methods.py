@@ -90,6 +90,7 @@ def test_methods_do_what_they_do_on_tensors():
 A, B, C = (torch.tensor(v) for v in ([[True, False], [False, True]], [True, False], [False, True]))
 
 
+@pytest.mark.sampled(6, also=("<lambda>2",))
 @pytest.mark.parametrize(
     "fn",
     [

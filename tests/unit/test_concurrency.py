@@ -196,6 +196,7 @@ BY_EITHER = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(7, also=("column sum",))
 @pytest.mark.parametrize("name", BY_EITHER)
 def test_both_launchers_give_the_same_bits(registry, monkeypatch, name):
     if not launcher.wait(120):
@@ -245,6 +246,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.sampled(4, also=("fails",))
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_compiler_of_no_use_means_eager_one_warning_and_a_reason(tmp_path, name):
     script, says = SCRIPTS[name]

@@ -168,7 +168,7 @@ FUNCTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
 def test_function(f, dynamic):
@@ -197,6 +197,7 @@ def write_one_read_another(x, y):
     return z, y + 1, x.sum(0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "make",
     [

@@ -185,7 +185,7 @@ WRITTEN_WITH_GRADIENTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", WRITTEN_WITH_GRADIENTS)
 def test_writes_that_keep_layouts_leave_what_their_gradients_need(name):
     """The functional operator may save its argument, which the copy of its result writes."""

@@ -184,6 +184,7 @@ NAMES = (*FUNCTIONS, *OF_TWO)
 TOGETHER = 1 if os.environ.get("FUSER_TEST_ALL") else 9
 
 
+@pytest.mark.sampled(5, also=("softsign hardswish hardtanh leaky_relu elu logsigmoid softshrink tanhshrink maximum",))
 @pytest.mark.parametrize("names", [NAMES[i : i + TOGETHER] for i in range(0, len(NAMES), TOGETHER)], ids=" ".join)
 def test_elementwise_functions_are_fused(names: tuple[str, ...], calls: list[str]) -> None:
     """Whether torch tags them as elementwise or not. Some together: the sum shows each that is wrong or not fused."""

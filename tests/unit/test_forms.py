@@ -68,6 +68,7 @@ RETURNED = {
 }
 
 
+@pytest.mark.sampled(9, also=("facts", "numbers made of sizes"))
 @pytest.mark.parametrize("name", RETURNED)
 def test_what_a_graph_returns(name):
     fn = RETURNED[name]
@@ -292,6 +293,7 @@ def test_a_group_on_each_side_of_a_product():
 SHIFTS = [f"__{side}shift__" for side in "lr"] + [f"bitwise_{side}_shift" for side in ("left", "right")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_shifts_under_all_their_names(dtype):
     def fn(x, own, wide):
@@ -327,6 +329,7 @@ class Exported(torch.nn.Module):
         return (y + 1, y.sum()) if self.form == "tuple" else {"a": y + 1, "b": [x * 2, (y.sum(), None, 3)]}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("inputs", [(X,), (X, {"k": [X]})], ids=["flat", "nested"])
 @pytest.mark.parametrize("form", ["single", "tuple", "nested"])
 def test_an_exported_program_keeps_its_form(form, inputs):

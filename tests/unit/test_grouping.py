@@ -221,7 +221,7 @@ def _is_convex(module, grouping) -> bool:
     return True
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(20))
 def test_random_graphs_are_partitioned_into_convex_groups(seed):
     pick = random.Random(seed).randrange

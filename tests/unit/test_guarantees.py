@@ -66,6 +66,7 @@ def test_what_is_fused_passes(way):
     way(two)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_not_fails_with_the_reason_and_the_line(way):
     line = sorts.__code__.co_firstlineno + 1

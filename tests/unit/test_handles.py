@@ -119,6 +119,7 @@ def test_a_graph_as_data_names_nothing_but_functions_of_tensors(row):
         restored(text, 0, False, False, ())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "fuser"])
 def test_compiled_functions_call_handles_without_a_graph_break(backend):
     torch._dynamo.reset()

@@ -70,7 +70,7 @@ def calls(graph: fx.Graph) -> Counter[str]:
 PROGRAMS = [repeated, results, parts, written, written_input, drawn, sized, unlike]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_equal_calls_are_merged_as_by_torch(program, dynamic, monkeypatch):

@@ -28,7 +28,7 @@ def as_bits(t):
     return torch.view_as_real(t) * 2 if t.is_complex() else t.view(torch.int32) + 1
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10, also=("conj-copied-True-True", "negative-resolved-True-True"))
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("copy", COPIES)

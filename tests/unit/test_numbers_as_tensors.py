@@ -149,7 +149,7 @@ MADE = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("name", MADE)
 def test_integers_keep_all_their_bits(clean, name, differentiable):

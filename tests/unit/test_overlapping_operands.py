@@ -86,6 +86,7 @@ def written(views, how, own):
     return fn
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("own", [False, True], ids=["input", "own tensor"])
 @pytest.mark.parametrize(("name", "how"), cases(OVERLAPPING, 3))
 def test_a_call_that_reads_other_elements_of_what_it_writes_is_eagers(name, how, own):
@@ -122,6 +123,7 @@ def test_views_without_repeated_elements_are_written_by_kernels():
     torch.testing.assert_close(x, want)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("name", "how"), cases(APART, 4))
 def test_a_call_that_reads_disjoint_elements_is_compiled(name, how):
     fn, x = written(APART[name], how, False), torch.randn(4, 4)

@@ -131,6 +131,7 @@ def test_spelling_is_fused(spelling):
     assert not [u.op for c in compilations() for u in c.unfused if u.op in ("aten.bmm", "aten.baddbmm")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spelling", [nano_gpt, hugging_bert, opt_with_bmm], ids=lambda f: f.__name__)
 def test_gradients(spelling, however_few):
     args, same = qkv(requires_grad=True), [t.double() for t in qkv()]
@@ -221,6 +222,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4, also=("rounded_to_integers",))
 @pytest.mark.parametrize("other", OTHERS, ids=lambda f: f.__name__)
 def test_what_only_looks_like_attention_stays(other):
     args = qkv()
@@ -236,6 +238,7 @@ def test_bias_that_learns_stays():
     assert sum(fused()) == 0 and bias.grad is not None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spelling", [nano_gpt, with_einsum, hugging_bert], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("inside", [False, True])
 def test_autocast(spelling, inside):
@@ -309,6 +312,7 @@ def test_gradients_under_autocast(however_few):
     assert sum(fused()) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [(0, 2, 7, 8), (3, 0, 7, 8), (3, 2, 0, 8), (3, 2, 7, 0)])
 def test_attention_of_nothing_stays(size):
     """Of some of these torch's own gives no tensor at all, on CUDA."""

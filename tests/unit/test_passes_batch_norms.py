@@ -61,6 +61,7 @@ FIRES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FIRES)
 def test_folded(name):
     with torch.no_grad():
@@ -84,6 +85,7 @@ STAYS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", STAYS)
 def test_left_alone(name):
     with torch.no_grad():

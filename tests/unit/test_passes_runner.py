@@ -421,7 +421,7 @@ SIZED_BY_DATA = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SIZED_BY_DATA)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_checked_graphs_may_have_sizes_that_depend_on_data(name, requires_grad):

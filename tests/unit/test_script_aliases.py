@@ -76,6 +76,7 @@ PROGRAMS = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_writes_that_no_schema_shows(program):
     fused = fuser.fuse_script(torch.jit.script(program))

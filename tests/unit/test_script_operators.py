@@ -73,6 +73,7 @@ def test_every_argument_and_result(operators):
     assert handle.hits > 10
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("elements", [16, 3 << 20])  # results of 4 MiB and more come from warm storages
 def test_results_die_with_their_readers(operators, elements):
     fused = fused_of(looped)
@@ -189,6 +190,7 @@ NAMED = {
 }
 
 
+@pytest.mark.sampled(4, also=("plain-python", "with_defaults-python"))
 @pytest.mark.parametrize("by", ["launcher", "python"])
 @pytest.mark.parametrize("program", list(CALLS), ids=lambda p: p.__name__)
 def test_every_way_to_call(program, by, monkeypatch):

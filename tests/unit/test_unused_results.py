@@ -54,6 +54,7 @@ def gradients(f, used):
     return [leaf.grad for leaf in leaves]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", (apart, views, written_pieces, written_input))
 def test_inputs_of_unused_results_have_no_gradient(function):
     torch._dynamo.reset()

@@ -86,6 +86,7 @@ def rows(n):
     return torch.arange(1.0, 3 * n + 1).reshape(n, 3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(3))
 def test_views_of_views(part):
     wrong, ran = [], 0

@@ -133,7 +133,7 @@ def is_possible(view):
     return True
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4, also=("write_last-reshape",))
 @pytest.mark.parametrize("name", ("sizes", "reshape", "t"))
 @pytest.mark.parametrize("program", (write_between, write_last))
 def test_views_of_views_of_a_written_input(program, name):
@@ -141,6 +141,7 @@ def test_views_of_views_of_a_written_input(program, name):
         check(functools.partial(program, inner=VIEWS[name], outer=outer))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("write", (
     lambda x: x.expand(2, *x.shape).fill_(7), lambda x: x[:1].expand(4, 8).zero_(), lambda x: x.unfold(1, 2, 3).mul_(2),
     lambda x: x.t().unfold(0, 3, 2)[1].fill_(5), lambda x: x.broadcast_to(2, *x.shape)[1].mul_(3),
@@ -202,6 +203,7 @@ READS_BY_OFFSET = {
 BY_OFFSETS = pairwise(WRITES_AT_AN_OFFSET, READS_BY_OFFSET, (True, False), (False, True))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("write", "read", "dynamic", "needs_gradient"), BY_OFFSETS)
 def test_a_written_input_is_read_by_offsets_of_its_memory(write, read, dynamic, needs_gradient):
     """The input begins behind its memory. AOTAutograd takes the offset in the new content, which begins at 0."""

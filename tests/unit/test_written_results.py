@@ -53,7 +53,7 @@ def told(results, inputs):
     return [*results, *inputs], [r.stride() for r in results], same
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("order", ["rows", "columns"])
 @pytest.mark.parametrize("name", ROWS)
 def test_along_each_dim(name, order):
