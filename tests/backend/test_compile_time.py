@@ -74,6 +74,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_compiler_is_done_soon(name):
     function, inputs = CASES[name]()

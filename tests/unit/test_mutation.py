@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 
 import pytest
 import torch
@@ -147,9 +148,18 @@ def _takes(function, args):
         return False
 
 
-def _program(a, b):
+def _roles(a, b):
+    """The spellings that eager takes for these: functions, and arguments that name the inputs."""
     chosen = [(f, args) for f, args in _spelled(a, b) if f is not None and _takes(f, args)]
-    roles = [(f, tuple("ab"[x is b] if isinstance(x, torch.Tensor) else x for x in args)) for f, args in chosen]
+    return [(f, tuple("ab"[x is b] if isinstance(x, torch.Tensor) else x for x in args)) for f, args in chosen]
+
+
+def _spelling(role):
+    """A role without its number."""
+    return role[0], tuple(x if isinstance(x, str) else "number" for x in role[1])
+
+
+def _program(roles):
 
     def program(a, b):
         results = []
@@ -159,7 +169,7 @@ def _program(a, b):
             results += [function(*(values.get(x, x) for x in args)), c + 1]
         return tuple(results)
 
-    return program, roles
+    return program
 
 
 def _graph_of(roles):
@@ -188,6 +198,7 @@ def _compared(program, function, *args):
         torch.testing.assert_close(g, w, equal_nan=True, msg=lambda m, i=i: f"result {i}: {m}")
 
 
+ALL = bool(os.environ.get("FUSER_TEST_ALL"))
 INTEGERS = (torch.arange(1, 10).reshape(3, 3), torch.arange(2, 11).reshape(3, 3) % 4 + 1)
 FLOATS = (torch.rand(3, 3) + 0.5, torch.rand(3, 3) + 0.5)
 
@@ -195,8 +206,13 @@ FLOATS = (torch.rand(3, 3) + 0.5, torch.rand(3, 3) + 0.5)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("args", [INTEGERS, FLOATS], ids=["integers", "floats"])
 def test_every_spelling_leaves_its_argument_as_eager_does(args):
-    program, roles = _program(*args)
+    """In a run integers and floats take turns with the spellings that both have."""
+    roles = _roles(*args)
     assert len(roles) > 100
+    if not ALL:
+        turns = {_spelling(role): n for n, role in enumerate(_roles(*FLOATS))}
+        roles = [role for role in roles if turns.get(_spelling(role), 0) % 2 == (args is FLOATS)]
+    program = _program(roles)
     _compared(program, torch.compile(program, backend=fuser_backend, fullgraph=True), *args)
     _compared(program, fuser.fusion_handle(fuser.register_fusion(_graph_of(roles))), *args)
 

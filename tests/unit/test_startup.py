@@ -32,7 +32,8 @@ print(dead())
 """
 
 
-@pytest.mark.parametrize("before", ["", "gc.disable()", "gc.freeze()"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("before", ["", "gc.freeze()", "gc.disable()"])
 def test_the_collector_is_left_as_it_was(before: str) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     script = SCRIPT.format(before=before)
