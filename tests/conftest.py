@@ -125,13 +125,14 @@ def level(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def is_optimised(item: pytest.Item) -> bool:
     """Whether kernels are compiled as for users. In tests/unit other things than kernels are tested. Elsewhere every
-    fourth case of a test that has parameters is, beginning with the first, and of the others those of a fourth of the
-    names."""
+    fourth case that `make test` runs of a test with parameters is, beginning with the first, without those that a mark
+    names; of the other tests those of a fourth of the names."""
     if os.environ.get("FUSER_TEST_ALL") or item.get_closest_marker("optimised") is not None:
         return True
-    has_cases, name = hasattr(item, "callspec"), item.name.encode()
-    turn = sampling.position(item) // sampling.share(item) if has_cases else zlib.crc32(name)
-    return item.path.parent.name != "unit" and turn % OPTIMISED_OF == 0
+    turn, rest = divmod(sampling.position(item), sampling.share(item))
+    if not hasattr(item, "callspec"):
+        turn = zlib.crc32(item.name.encode())
+    return item.path.parent.name != "unit" and not rest and turn % OPTIMISED_OF == 0
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,7 @@ from fuser.scheduler.schedule import schedule
 from tests.backend.fused import flat, fuse, no_fallback
 
 DEVICES = ("cpu", "cuda")
+ALL = bool(os.environ.get("FUSER_TEST_ALL"))
 TRIED = (torch.float32, torch.uint8, torch.int64, torch.bool)
 ROWS, COLUMNS = 12, 640
 
@@ -91,7 +93,11 @@ def text_of(row: OpRow, dtype: torch.dtype, device: str) -> str:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_twin_of_every_op_gives_the_same_text(device: str) -> None:
-    cases = [(row, d) for row in OPS.values() for d in TRIED if d in row.dtypes]
+    """In a run for every second dtype of an op, the odd ones of every second op."""
+    cases = []
+    for n, row in enumerate(OPS.values()):
+        own = [d for d in TRIED if d in row.dtypes]
+        cases += [(row, d) for d in (own if ALL else own[n % 2 :: 2] or own)]
     want = {(row.name, d): text_of(row, d, device) for row, d in cases}
     assert sum("cell for" not in text for text in want.values()) > len(want) // 2
     with twins():

@@ -147,3 +147,8 @@ def test_what_is_left_to_aten():
     x = values(4, 6)
     check_falls_back(lambda x: x.view(torch.int32) + 1, x, reason="another dtype")
     check_falls_back(lambda x: torch.as_strided(x[1:], (3, 2), (6, 1), 3) * 2, x, reason="as_strided")
+
+
+def test_strides_of_an_input_are_numbers():
+    check(lambda x: x * x.stride(0) + x.stride(-1), X[0].t())
+    check(lambda x: x * x.stride(0) + x.stride(-1), X[0])
