@@ -91,6 +91,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.path.parent.name in ("backend", "null", "unit") and not item.get_closest_marker("xdist_group"):
                 item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)  # no long file of one test is last
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
