@@ -136,7 +136,7 @@ def signature(overload: OpOverload) -> Signature:
         varargs=last is not None and last.is_list and last.element == "int" and not last.length and not last.optional,
         mutable=schema.is_mutable,
         random=torch.Tag.nondeterministic_seeded in overload.tags,
-        pointwise=torch.Tag.pointwise in overload.tags,
+        pointwise=is_pointwise(overload),
         result=result,
         results=len(returns) if len(returns) > 1 and result is Kind.TENSORS else 1,
     )

@@ -84,33 +84,38 @@ def _read(view: fx.Node) -> int:
     """Replace a view of a written tensor by the value that was written there, unless a later write may overlap it."""
     if not view.users:
         return 0
-    source, is_written = behind_writes(view, _part, _apart)
-    return int(is_written and _serves(source.args[1], view, source.args[0]) and replace_read(view, source.args[1]))
+    source, is_written = behind_writes(
+        view, _part, _apart, lambda write: _serves(write.args[1], view, write.args[0])
+    )
+    return replace_read(view, source) if is_written else 0
 
 
 def behind_writes(
-    view: fx.Node, part_of: Callable[[fx.Node], Any], are_apart: Callable[[Any, Any], bool]
-) -> tuple[Any, bool]:
-    """The tensor that a view reads, without later writes into other parts; whether it is a write into the view's part.
+    view: fx.Node, part_of: Callable[[fx.Node], Any], are_apart: Callable[[Any, Any], bool],
+    serves: Callable[[Any], bool],
+) -> tuple[Any, bool]:  # fmt: skip
+    """The tensor that a view reads, without later writes into other parts; whether it is a write that gives the view.
 
     part_of: the part that a write or a view is of; None if it is not known. are_apart: whether two share no element.
+    serves: whether the value of a write into the view's part stands for the view; an input never does, because results
+    do not share its memory.
     """
     part, source = part_of(view), view.args[0]
     while part is not None and isinstance(source, fx.Node) and source.target in PART_OF:
-        written = part_of(source)
-        if written is None or written == part or not are_apart(written, part):
-            return source, written == part
+        written, value = part_of(source), source.args[1]
+        if written == part and isinstance(value, fx.Node) and value.op != "placeholder" and serves(source):
+            return source, True
+        if written is None or not are_apart(written, part):
+            return source, False
         source = source.args[0]
     return source, False
 
 
-def replace_read(view: fx.Node, value: Any) -> bool:
-    """Replace a view by the value that was written there. False for an input: results do not share its memory."""
-    if value.op == "placeholder":
-        return False
-    view.replace_all_uses_with(value)
+def replace_read(view: fx.Node, write: Any) -> int:
+    """Replace a view by the value that was written there."""
+    view.replace_all_uses_with(write.args[1])
     view.graph.erase_node(view)
-    return True
+    return 1
 
 
 def _serves(value: Any, view: fx.Node, older: Any) -> bool:

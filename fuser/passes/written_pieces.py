@@ -66,10 +66,16 @@ def _read_through(cut: fx.Node, kept: set[fx.Node]) -> int:
     """A piece read after writes into other pieces is read from the older tensor, or is the value that was written."""
     if cut in kept or _of_written_input(cut.args[0]):
         return 0
-    source, is_written = behind_writes(cut, lambda n: _span(n) if n is cut or _alike(n, n.args[0]) else None, _apart)
-    if is_written and _SCATTERS[source.target] is cut.target and _alike(cut, source.args[1]):
-        if replace_read(cut, source.args[1]):
-            return 1
+
+    def span_of(n: fx.Node) -> Span | None:
+        return _span(n) if n is cut or _alike(n, n.args[0]) else None
+
+    def serves(write: Any) -> bool:
+        return _SCATTERS[write.target] is cut.target and _alike(cut, write.args[1])
+
+    source, is_written = behind_writes(cut, span_of, _apart, serves)
+    if is_written:
+        return replace_read(cut, source)
     if source is cut.args[0]:
         return 0
     cut.update_arg(0, source)

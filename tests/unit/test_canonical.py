@@ -10,7 +10,7 @@ from torch import fx
 
 import fuser
 from fuser import interface
-from fuser.canonical import canonicalize, interpret
+from fuser.canonical import canonicalize, interpret, schemas
 from fuser.canonical.aliases import ALIASES
 from fuser.errors import GraphError
 from fuser.fallback import Fallback
@@ -262,3 +262,11 @@ def test_other_modules_run_as_they_are(name):
         want = inner(x)
         torch.manual_seed(1)
         assert torch.equal(Fallback(registered)(x), want)
+
+
+def test_one_answer_whether_an_operator_is_elementwise(monkeypatch):
+    """The tag is not all: torch 2.11 does not tag `leaky_relu`."""
+    asked = schemas.signature.__wrapped__
+    assert asked(torch.ops.aten.leaky_relu.default).pointwise and not asked(torch.ops.aten.mm.default).pointwise
+    monkeypatch.setattr(schemas, "is_pointwise", lambda target: target is torch.ops.aten.mm.default)
+    assert asked(torch.ops.aten.mm.default).pointwise

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuser.frontends.dynamo import fuser_backend, last_compilation
 from fuser.passes.cleanup import drop_dead
 from fuser.passes.written_pieces import join_writes
 
+aten = torch.ops.aten
 X = torch.linspace(-2, 2, 60).view(6, 10)
 
 
@@ -104,6 +106,19 @@ def test_the_pass(f):
     assert not JOINED[f] or torch.ops.aten.select_scatter.default not in targets
     for a, b in zip(results(module(X)), results(f(X)), strict=True):
         assert torch.equal(a, b) and a.stride() == b.stride() and a.dtype is b.dtype
+
+
+def test_writes_of_nothing_are_passed():
+    """A part of no elements is apart from itself: behind a write into it there may be a write that matters."""
+    graph = fx.Graph()
+    x, nothing = graph.placeholder("x"), graph.placeholder("nothing")
+    x.meta["val"], nothing.meta["val"] = X, X[2:2]
+    written = graph.call_function(aten.slice_scatter.default, (x, nothing, 0, 2, 2))
+    part = graph.call_function(aten.slice.Tensor, (written, 0, 2, 2))
+    written.meta["val"], part.meta["val"] = X, X[2:2]
+    graph.output(graph.call_function(aten.add.Tensor, (part, 1)))
+    join_writes(fx.GraphModule({}, graph))
+    assert part.args[0] is x
 
 
 @pytest.mark.sampled(4, also=("False-slices",))
