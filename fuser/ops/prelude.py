@@ -8,6 +8,7 @@ included: those that glibc's libmvec has in vector form have the attribute that 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from collections.abc import Callable, Iterable
@@ -146,9 +147,14 @@ def _text(name: str, machine: Machine) -> str:
     return text if isinstance(text, str) else text(machine)
 
 
+@functools.lru_cache(maxsize=1024)
+def _words(text: str) -> tuple[str, ...]:
+    """The words of a helper's text, each once: kernels use the same few helpers."""
+    return tuple(dict.fromkeys(map(_alias, _WORD.findall(text))))
+
+
 def _needs(name: str, machine: Machine) -> list[str]:
-    words = map(_alias, _WORD.findall(_text(name, machine)))
-    return [w for w in dict.fromkeys(words) if w != name and w in PRELUDE]
+    return [w for w in _words(_text(name, machine)) if w != name and w in PRELUDE]
 
 
 def prelude_for(names: Iterable[str], machine: Machine) -> str:

@@ -10,6 +10,7 @@ from fuser.cpu.vir import nodes as ir
 
 Rules = Mapping[type, Callable[[Any], ir.Value]]  # the replacement for each kind of value
 
+
 def parts(node: Any) -> Iterator[Any]:
     """The nodes that a node holds, in order; tuples of them flattened."""
     for name in node.__slots__:
@@ -45,7 +46,7 @@ def values(node: Any, rules: Rules) -> Any:
     new = {}
     for name in node.__slots__:
         held = getattr(node, name)
-        if (changed := values(held, rules)) is not held:
+        if type(held) in _WALKED and (changed := values(held, rules)) is not held:
             new[name] = changed
     node = dataclasses.replace(node, **new) if new else node
     return rules[kind](node) if kind in rules else node
@@ -70,3 +71,4 @@ def statements(kernel: ir.Kernel, change: Callable[[ir.Statement], Sequence[ir.S
 _NODES = frozenset(
     x for x in vars(ir).values() if isinstance(x, type) and dataclasses.is_dataclass(x) and x is not ir.Scope
 )
+_WALKED = _NODES | {tuple}  # what nodes hold beside names, numbers and dtypes
