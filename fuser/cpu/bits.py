@@ -58,8 +58,8 @@ def helpers(uses: Set[str], machine: Machine) -> str:
     return f"{_FIRST}{text}#else\n#define FUSER_MASKS 0\n#endif\n" if text else ""
 
 
-class BitsLoop:
-    """The innermost loop of a pointwise nest that moves elements of one size; `fits` says whether it is one."""
+class Bits:
+    """The innermost loop of a pointwise nest that moves elements of one size."""
 
     macro = "FUSER_MASKS"  # this macro is not 0 where there are such registers
 
@@ -77,15 +77,17 @@ class BitsLoop:
         self.lanes = facts.machine.vector_bytes // max(1, self.size)
         self.vector = f"fuser_bits{self.size}"  # the C++ vector type
 
-    def fits(self) -> bool:
-        """Whether all rows move elements of that size, and the rows in memory are short."""
-        facts = self.facts
-        if not facts.machine.masks or facts.vector is None or self.size not in _WORDS:
-            return False
+    @staticmethod
+    def of(facts: Facts) -> Bits | None:
+        """The loop, if all rows move elements of one size and the rows in memory are short; else None."""
+        if not facts.machine.masks or facts.vector is None:
+            return None
         if facts.has_checks or facts.staged or facts.hoisted:
-            return False
-        short = SHORTEST <= facts.vector.hint * self.size < LONGEST
-        return short and all(map(self._store_fits, self.stores)) and all(map(self._row_fits, self.rows))
+            return None
+        found = Bits(facts)
+        short = found.size in _WORDS and SHORTEST <= facts.vector.hint * found.size < LONGEST
+        fits = short and all(map(found._store_fits, found.stores)) and all(map(found._row_fits, found.rows))
+        return found if fits else None
 
     def _store_fits(self, s: Store) -> bool:
         dtype = self.facts.dtypes[s.buffer]
@@ -172,4 +174,4 @@ class BitsLoop:
         return ir.Splat(self.size, ir.Cast(_WORDS[self.size]["CELL"], value))
 
 
-__all__ = ["BitsLoop", "helpers"]
+__all__ = ["Bits", "helpers"]

@@ -135,6 +135,13 @@ def open_range(rows: Rows, name: str, low: ir.Value, count: ir.Like, size: str) 
     rows.out.let("i64", f"{name}1", ir.least(first + count, size))
 
 
+def open_elements(rows: Rows, low: ir.Like, high: ir.Like) -> None:
+    """Declare the range of a loop in explicit vectors: its first index `start`, and its `length`."""
+    rows.out.let("i64", "start", low)
+    rows.out.let("i64", "length", ir.value(high) - "start")
+    rows.out.let("i64", rows.facts.v, "start")
+
+
 def open_chunks(rows: Rows, chunks: Expr, axis: Axis) -> None:
     """Declare the number of chunks of an axis, and the length of a chunk."""
     rows.out.let("i64", "chunks", size(chunks))
@@ -149,4 +156,4 @@ def open_chunk(rows: Rows, axis: Axis) -> None:
 
 
 __all__ = ["Digits", "blocks_of", "closed", "digits_of", "each_unit", "open_chunk", "open_chunks", "open_count",
-           "open_range", "opened", "units_of"]  # fmt: skip
+           "open_elements", "open_range", "opened", "units_of"]  # fmt: skip

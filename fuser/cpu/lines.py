@@ -8,7 +8,9 @@ from fuser.cpu import accumulators as acc
 from fuser.cpu.accumulators import Accumulator
 from fuser.cpu.columns import TOGETHER_COST
 from fuser.cpu.facts import Facts
-from fuser.cpu.lanes import LaneLoop
+from fuser.cpu.frame import open_elements
+from fuser.cpu.lane_loops import LaneLoop
+from fuser.cpu.lanes import Lanes
 from fuser.cpu.prefetches import look_ahead, prefetch_later
 from fuser.cpu.prepared import prepared, tiles
 from fuser.cpu.rows import Rows
@@ -16,6 +18,7 @@ from fuser.cpu.vir import nodes as ir
 from fuser.scheduler.kernel_plan import Reduce
 
 MOST_VECTORS = 8  # most vectors of a lane array
+GROUP = 16  # float32 additions in a lane before its sum is added to a float64 total, apart from a row's last vectors
 
 
 def line(
@@ -45,43 +48,59 @@ def line(
     _call_pass(rows, own, phase, bounds, overlaps)
 
 
-def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
-    """A pass in explicit vectors, from the identities of its accumulators to their folded values."""
-    facts, out = rows.facts, rows.out
+def in_vectors(rows: Rows, lanes: Lanes) -> None:
+    """A pass in explicit vectors, from the identities of its accumulators to their folded values.
+
+    Float32 sums are added to totals in groups. Where a pass has several loops, vectors keep sums from row to row.
+    """
+    facts, out, loop = rows.facts, rows.out, LaneLoop(rows, lanes)
     mine, others = acc.flushing(lanes.own), [a for a in lanes.own if not a.flushes]
     around = [a for a in facts.reduced_axes if a is not facts.vector]
-    turns = ir.Name("turns")
-
-    def moved_on() -> None:
-        if not around:
-            lanes.open_sums(out, mine)
-        lanes.row(rows)
-        if around:
-            out.set(turns, ir.Name("whole") // facts.lanes + 1, "+")
-            out.open(ir.If((turns >= acc.SHORT_FLUSH) | (ir.Name("k") < "length")))
-            out.set(turns, 0)
-        lanes.close_sums(out, mine, bool(around))
-        acc.flush(out, mine, False)
-        if around:
-            out.close()
-
-    lanes.open_sums(out, lanes.own if around else others)
+    kept = lanes.own if around else others
+    loop.open_sums(kept)
     if around and mine:
-        out.var("i64", turns.name, 0)
+        out.var("i64", "turns", 0)
     for axis in around:
         out.open(ir.For(axis.sym.name, ir.Number(0), ir.Name(f"n_{axis.sym.name}")))
-    with tiles(rows, phase, 0, f"n_{facts.v}", True) as (low, high):
-        out.let("i64", "start", low)
-        out.let("i64", "length", ir.value(high) - "start")
-        out.let("i64", facts.v, "start")
-        lanes.emit(rows, moved_on if mine else None)
+    with tiles(rows, lanes.phase, 0, f"n_{facts.v}", True) as ends:
+        open_elements(rows, *ends)
+        loop.open()
+        loop.open_row()
+        if mine:
+            _in_groups(loop, mine, bool(around))
+        else:
+            loop.whole(lanes.vectors, ir.Name("whole"))
+            loop.tail()
     for _ in around:
         out.close()
-    lanes.close_sums(out, lanes.own if around else others)
+    loop.close_sums(kept)
     if around:
         acc.flush(out, mine, False)
     for a in others:
-        lanes.fold(out, a)
+        loop.fold(a)
+
+
+def _in_groups(loop: LaneLoop, mine: Sequence[Accumulator], around: bool) -> None:
+    """Groups of whole vectors, the last one with the tail; sums are flushed after each, or if `around`, at times."""
+    out, lanes = loop.out, loop.lanes
+    k, length, whole, turns = map(ir.Name, ("k", "length", "whole", "turns"))
+    with out.block(ir.While(k < length)):
+        most = ir.Number(lanes.vectors) * lanes.width * GROUP
+        out.let("i64", "stop", ir.Select(whole - k <= most, whole, k + most))
+        if not around:
+            loop.open_sums(mine)
+        loop.whole(lanes.vectors, ir.Name("stop"))
+        with out.block(ir.If(k.same(whole))):
+            loop.tail()
+            out.set("k", "length")
+        if around:
+            out.set(turns, whole // loop.facts.lanes + 1, "+")
+            out.open(ir.If((turns >= acc.SHORT_FLUSH) | (k < length)))
+            out.set(turns, 0)
+        loop.close_sums(mine, around)
+        acc.flush(out, mine, False)
+        if around:
+            out.close()
 
 
 def takes_some_twice(facts: Facts, phase: int) -> bool:

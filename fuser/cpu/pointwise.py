@@ -12,11 +12,12 @@ from dataclasses import replace
 import torch
 
 from fuser.cpu import parts
-from fuser.cpu.bits import BitsLoop
+from fuser.cpu.bits import Bits
 from fuser.cpu.facts import Facts, size, whole_lines
 from fuser.cpu.float_rows import moved_rows
-from fuser.cpu.frame import blocks_of, closed, digits_of, each_unit, open_range, opened
-from fuser.cpu.lanes import LaneLoop
+from fuser.cpu.frame import blocks_of, closed, digits_of, each_unit, open_elements, open_range, opened
+from fuser.cpu.lane_loops import LaneLoop
+from fuser.cpu.lanes import Lanes
 from fuser.cpu.prefetches import prefetch_rows
 from fuser.cpu.prepared import tiles
 from fuser.cpu.records import Function
@@ -44,7 +45,7 @@ class Choice:
 
     facts: Facts
     segments: Segments | None = None
-    vectors: LaneLoop | BitsLoop | None = None
+    vectors: Lanes | Bits | None = None
     plain: Choice | None = None
 
 
@@ -60,12 +61,12 @@ def chosen(facts: Facts) -> Choice:
         return Choice(replace(facts, hoisted=_hoisted(facts, inner)))
     segments = find_segments(facts) if facts.tiled is None else None
     filled = has_fills(facts)
-    whole = LaneLoop(facts) if stays_whole(facts, segments, filled) else None
+    whole = Lanes.of(facts, filled=True) if stays_whole(facts, segments, filled) else None
     plain = None
     if segments is not None:
         cut = replace(facts, constant=frozenset(segments.rows), parts=frozenset(segments.loads))
         plain = Choice(cut, segments)
-    if whole is not None and whole.fits(filled=True):
+    if whole is not None:
         return Choice(facts, None, whole, plain)
     if plain is not None:
         facts = plain.facts
@@ -74,15 +75,12 @@ def chosen(facts: Facts) -> Choice:
     moved = moved_rows(facts.plan)
     floats = [n for n, r in enumerate(facts.plan.rows) if r.dtype is torch.float32 and r.op != "const"]
     if not facts.hoisted and any(facts.is_full(n) and n not in moved for n in floats):
-        lanes = LaneLoop(facts)
-        if lanes.fits(filled):
+        lanes = Lanes.of(facts, filled=filled)
+        if lanes is not None:
             return Choice(facts, segments, lanes)
     facts = replace(facts, moved=moved)
-    if facts.tiled is None and segments is None and not facts.hoisted:
-        bits = BitsLoop(facts)
-        if bits.fits():
-            return Choice(facts, segments, bits)
-    return Choice(facts, segments)
+    moves = facts.tiled is None and segments is None and not facts.hoisted
+    return Choice(facts, segments, Bits.of(facts) if moves else None)
 
 
 def _hoisted(facts: Facts, outer: Sequence[Axis]) -> tuple[int, ...]:
@@ -202,10 +200,11 @@ def _loop(rows: Rows, choice: Choice, low: ir.Like, high: ir.Like) -> None:
     out, vectors = rows.out, choice.vectors
     if vectors is not None:
         with out.block(ir.Only(vectors.macro)), out.block(ir.Plain()):
-            out.let("i64", "start", low)
-            out.let("i64", "length", ir.value(high) - "start")
-            out.let("i64", rows.facts.v, "start")
-            vectors.emit(rows)
+            open_elements(rows, low, high)
+            if isinstance(vectors, Lanes):
+                LaneLoop(rows, vectors).whole_nest()
+            else:
+                vectors.emit(rows)
     with out.block(ir.Otherwise()) if vectors is not None else nullcontext():
         if choice.plain is not None:
             with rows.of(choice.plain.facts):

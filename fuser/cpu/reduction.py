@@ -19,7 +19,7 @@ from fuser.cpu import batches, columns, lines
 from fuser.cpu.accumulators import Accumulator, flush, flushing, open_counter
 from fuser.cpu.facts import Facts, size, whole_lines
 from fuser.cpu.frame import Digits, closed, each_unit, opened, units_of
-from fuser.cpu.lanes import LaneLoop
+from fuser.cpu.lanes import Lanes
 from fuser.cpu.records import Function
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
@@ -139,9 +139,8 @@ def whole(facts: Facts) -> Function:
 
 
 def whole_pass(rows: Rows, reducing: Reducing, phase: int) -> None:
-    """A pass over a unit, the fold, and the rows and stores after it."""
+    """A pass over a unit, and the rows and stores after it."""
     reducing.run(phase)
-    reducing.fold(phase)
     results(rows, phase, reducing.total)
     rows.after(phase)
 
@@ -202,7 +201,6 @@ class Reducing:
         self.rows, self.facts, self.out = rows, rows.facts, rows.out
         self.accumulators = acc.accumulators(rows.facts)
         self.counts = False  # whether the counter of sums is declared
-        self.folded: set[int] = set()  # passes whose accumulators are folded already
         self.overlaps = False  # whether the tail of this pass's rows overlaps lanes that were already taken
 
     def own(self, phase: int) -> list[Accumulator]:
@@ -224,7 +222,7 @@ class Reducing:
             acc.accumulate(self.out, a, [self.rows.ref(n) for n in values], self.overlaps)
 
     def run(self, phase: int, bounds: Bounds | None = None) -> None:
-        """One pass over the reduced axes, or over the part of them in `bounds`."""
+        """One pass over the reduced axes, or over the part of them in `bounds`, up to the fold of its lanes."""
         facts, described, bounds = self.facts, self.facts.passes[phase], bounds or {}
         self.rows.outside(described.before)
         if not described.roots:
@@ -233,33 +231,25 @@ class Reducing:
         low = _range(axes[0], bounds)[0] if len(axes) == 1 else ir.Number(0)
         own = self.own(phase)
         starts = [acc.declare(self.out, a, low) for a in own]
-        vectors = self._vectors(phase, own) if not bounds else None
+        vectors = Lanes.of(facts, phase, own) if facts.is_row and not bounds else None
         if vectors is not None:
-            self.folded.add(phase)
             with self.out.block(ir.Only(vectors.macro)), self.out.block(ir.Plain()):
-                lines.in_vectors(self.rows, vectors, phase)
+                lines.in_vectors(self.rows, vectors)
         with self.out.block(ir.Otherwise()) if vectors else nullcontext():
             with self.out.block(ir.Plain()) if vectors and own else nullcontext():
-                self._plain(phase, own, starts, bounds)
-                if vectors is not None:
-                    self._fold(own, low)
+                for each in starts:
+                    self.out.each(facts.lanes, *each)
+                if flushing(own):
+                    open_counter(self.out, self.counts and vectors is None)
+                    self.counts |= vectors is None  # else it is declared in a block of its own
+                self._plain(phase, own, bounds)
+                for a in own:
+                    if not (facts.is_column or a.flushes):  # flushed ones are folded already
+                        acc.fold(self.out, a, low, self.overlaps)
 
-    def _vectors(self, phase: int, own: Sequence[Accumulator]) -> LaneLoop | None:
-        """The pass in explicit vectors; None if it cannot be written so."""
-        if not self.facts.is_row:
-            return None
-        found = LaneLoop(self.facts, phase, own)
-        return found if found.fits() else None
-
-    def _plain(self, phase: int, own: Sequence[Accumulator], starts: list[list[ir.Statement]], bounds: Bounds) -> None:
-        """A pass in loops that the compiler vectorises."""
+    def _plain(self, phase: int, own: Sequence[Accumulator], bounds: Bounds) -> None:
+        """The loops of a pass, which the compiler vectorises."""
         facts, axes = self.facts, self.facts.reduced_axes
-        for each in starts:
-            self.out.each(facts.lanes, *each)
-        if flushing(own):
-            alone = phase in self.folded  # in a block of its own
-            open_counter(self.out, self.counts and not alone)
-            self.counts = self.counts or not alone
         loops = [a for a in axes if a is not facts.vector]
         together = facts.is_column and columns.takes_rows_together(facts, own, phase, loops)
         around = loops[:-1] if together else loops
@@ -275,16 +265,6 @@ class Reducing:
         for _ in around:
             self.out.close()
         flush(self.out, own, facts.is_column)
-
-    def fold(self, phase: int, low: ir.Like = 0) -> None:
-        """Fold the lanes of each accumulator of a row nest. `low` is the first index of the pass."""
-        if phase not in self.folded:
-            self._fold(self.own(phase), ir.value(low))
-
-    def _fold(self, own: Sequence[Accumulator], low: ir.Value) -> None:
-        for a in own:
-            if not (self.facts.is_column or a.flushes):  # flushed ones are folded already
-                acc.fold(self.out, a, low, self.overlaps)
 
 
 def _range(a: Axis, bounds: Bounds) -> tuple[ir.Value, ir.Value]:

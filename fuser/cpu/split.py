@@ -68,7 +68,6 @@ def _partial_function(facts: Facts, chunks: Expr) -> Function:
         open_chunk(rows, axis)
         reducing = Reducing(rows)
         reducing.run(0, {axis.sym: (ir.Name("from"), ir.Name("to"))})
-        reducing.fold(0, "from" if axis is facts.vector else 0)
         _store_partials(rows, reducing)
     return closed(rows, units * chunks, suffix="_partial")
 
