@@ -20,8 +20,7 @@ from fuser.ops.cells import (
     cpp_load,
     cpp_round,
     cpp_store,
-    expand,
-    template,
+    cpp_text,
     wrap_int,
 )
 from fuser.ops.prelude import PRELUDE, cell_helpers, helpers_in, known_helpers, load, prelude_for
@@ -44,11 +43,10 @@ from fuser.ops.triton_cells import (
     TRITON_TYPES,
     triton_constant,
     triton_convert,
-    triton_expand,
     triton_load,
     triton_number,
     triton_store,
-    triton_template,
+    triton_text,
 )
 from fuser.ops.triton_helpers import triton_prelude
 from fuser.reasons import because
@@ -78,7 +76,7 @@ def cpp_cell(name: str, dtype: torch.dtype, *args: str) -> str:
         raise TypeError(f"{name} takes {row.arity} arguments, not {len(args)}")
     if row.text:
         load(row.text)
-    return expand(template(row, dtype), dtype, args)
+    return cpp_text(row, row.cpp, dtype, args)
 
 
 def cpp_lanes(name: str, dtype: torch.dtype, *args: str) -> str | None:
@@ -111,18 +109,20 @@ def cpp_lanes_near(name: str, dtype: torch.dtype, *args: str) -> str | None:
 
 def cpp_combine(name: str, dtype: torch.dtype, *args: str) -> str:
     """The C++ expression of reduction `name`'s combine cell, for an accumulator of `dtype` (see `ReductionRow`)."""
-    return expand(template(_row(REDUCTIONS, name, "a reduction"), dtype), dtype, args)
+    row = _row(REDUCTIONS, name, "a reduction")
+    return cpp_text(row, row.combine, dtype, args)
 
 
 def cpp_overtakes(name: str, dtype: torch.dtype, accumulator: str, value: str) -> str:
     """The C++ condition for a value at a higher index to replace the accumulator of index reduction `name`."""
     row = REDUCTIONS[name]
-    return expand(template(row, dtype, row.overtakes), dtype, (accumulator, value))
+    return cpp_text(row, row.overtakes, dtype, (accumulator, value))
 
 
 def cpp_step(name: str, dtype: torch.dtype, *args: str) -> str:
     """The C++ expression of scan `name`'s combine cell, for an accumulator of `dtype` (see `ScanRow`)."""
-    return expand(template(_row(SCANS, name, "a scan"), dtype), dtype, args)
+    row = _row(SCANS, name, "a scan")
+    return cpp_text(row, row.combine, dtype, args)
 
 
 def triton_cell(name: str, dtype: torch.dtype, fast: bool, *args: str) -> str:
@@ -130,7 +130,9 @@ def triton_cell(name: str, dtype: torch.dtype, fast: bool, *args: str) -> str:
 
     `fast` selects the hardware's approximations if the table has them. Arguments should be names or constants.
     """
-    return triton_expand(triton_template(_row(OPS, name, "a loop-level op"), dtype, fast), dtype, args)
+    row = _row(OPS, name, "a loop-level op")
+    is_fast = fast and dtype is torch.float32 and bool(row.fast)
+    return triton_text(row, row.fast if is_fast else row.triton, dtype, args)
 
 
 def triton_folder(name: str) -> str:
@@ -142,7 +144,8 @@ def triton_folder(name: str) -> str:
 
 def triton_combine(name: str, dtype: torch.dtype, *args: str) -> str:
     """The Triton expression that combines accumulators of reduction `name` (see `ReductionRow.combine`)."""
-    return triton_expand(triton_template(_row(REDUCTIONS, name, "a reduction"), dtype), dtype, args)
+    row = _row(REDUCTIONS, name, "a reduction")
+    return triton_text(row, row.triton, dtype, args)
 
 
 __all__ = [

@@ -52,9 +52,9 @@ def atom(text: str) -> str:
     return text if _ATOM.fullmatch(text) else f"({text})"
 
 
-def expand(cell: str, dtype: torch.dtype, args: tuple[str, ...]) -> str:
-    """The C++ template `cell` for arguments of `dtype`, with its placeholders filled by `args`."""
-    return cell.format(
+def cpp_text(row: OpRow | ReductionRow | ScanRow, cell: Cell, dtype: torch.dtype, args: tuple[str, ...]) -> str:
+    """The C++ of `cell`, a cell of `row`, for `args` of compute dtype `dtype`; Unsupported if there is none."""
+    return cell_of(row, cell, dtype, "C++").format(
         *map(atom, args),
         T=CPP_TYPES[dtype],
         U="u64" if dtype is torch.int64 else "u32",
@@ -63,16 +63,6 @@ def expand(cell: str, dtype: torch.dtype, args: tuple[str, ...]) -> str:
         f="f" if dtype is torch.float32 else "",
         bits=_BITS.get(dtype, 0),
     )
-
-
-def template(row: OpRow | ReductionRow | ScanRow, dtype: torch.dtype, cell: Cell = None) -> str:
-    """The C++ template of `row`, or of another cell of it, for arguments of compute dtype `dtype`.
-
-    Raises Unsupported if there is none.
-    """
-    if cell is None:
-        cell = row.cpp if isinstance(row, OpRow) else row.combine
-    return cell_of(row, cell, dtype, "C++")
 
 
 def cell_of(row: OpRow | ReductionRow | ScanRow, cell: Cell, dtype: torch.dtype, language: str) -> str:

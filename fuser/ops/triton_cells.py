@@ -11,7 +11,7 @@ import math
 import torch
 
 from fuser.ops.cells import FLOAT8, LOW, atom, cell_of, compute_dtype, wrap_int
-from fuser.ops.table import OpRow, ReductionRow
+from fuser.ops.table import Cell, OpRow, ReductionRow
 
 TRITON_TYPES: dict[torch.dtype, str] = {
     torch.float32: "tl.float32", torch.float64: "tl.float64", torch.int8: "tl.int8", torch.int16: "tl.int16",
@@ -27,16 +27,9 @@ TRITON_POINTERS: dict[torch.dtype, str] = {
 }  # fmt: skip
 
 
-def triton_template(row: OpRow | ReductionRow, dtype: torch.dtype, fast: bool = False) -> str:
-    """The Triton template of `row` for arguments of compute dtype `dtype`; Unsupported if there is none."""
-    if fast and dtype is torch.float32 and isinstance(row, OpRow) and row.fast:
-        return row.fast
-    return cell_of(row, row.triton, dtype, "Triton")
-
-
-def triton_expand(cell: str, dtype: torch.dtype, args: tuple[str, ...]) -> str:
-    """The Triton template `cell`, with {0} {1} … filled by `args`, and {T} by the type of arguments of `dtype`."""
-    return cell.format(*map(atom, args), T=TRITON_TYPES[dtype])
+def triton_text(row: OpRow | ReductionRow, cell: Cell, dtype: torch.dtype, args: tuple[str, ...]) -> str:
+    """The Triton of `cell`, a cell of `row`, for `args` of compute dtype `dtype`; Unsupported if there is none."""
+    return cell_of(row, cell, dtype, "Triton").format(*map(atom, args), T=TRITON_TYPES[dtype])
 
 
 def triton_number(value: bool | int | float, dtype: torch.dtype) -> str:
