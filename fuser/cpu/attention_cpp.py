@@ -8,10 +8,10 @@ import torch
 
 from fuser.cpu import dots, packed_cpp
 from fuser.cpu.dots import DTYPES, ELEMENTS, PAIRS
-from fuser.cpu.routines import Routine
+from fuser.cpu.routines import Routine, slots_of
 from fuser.cpu.text import filled
 from fuser.cpu.transposes import edge_of, transposition
-from fuser.ir.sizes import STRIDE, IntLike, Sym, expr, floordiv, program
+from fuser.ir.sizes import expr, floordiv
 from fuser.kernel_spec import Bind, Check, InputPattern, LaunchProgram, Step
 from fuser.machines import Machine
 from fuser.ops import cpp_load, cpp_store
@@ -212,12 +212,7 @@ def _masked(mask: torch.dtype | None) -> str:
 
 def _program(dtype: torch.dtype, mask: torch.dtype | None, width: int, high: int, entry: str) -> LaunchProgram:
     """The program: arguments (scale, q, k, v, out, logs, mask), of which out and logs are written."""
-    names = [Sym(f"s{n}", STRIDE) for n in range(27)]
-    slots = {name: n for n, name in enumerate(names)}
-    at = [expr(n) for n in names]
-
-    def code(e: IntLike) -> tuple[int, ...]:
-        return program(e, slots)
+    at, code = slots_of(f"s{n}" for n in range(27))
 
     def tensor(dtype: torch.dtype, sizes: tuple[int, ...], known: tuple[int, ...], strides: tuple[Any, ...]) -> Any:
         own = tuple(Check(code(at[n])) if n in known else Bind(n) for n in sizes)

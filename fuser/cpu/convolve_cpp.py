@@ -7,10 +7,10 @@ import torch
 from fuser.cpu import dots, packed_cpp
 from fuser.cpu.dots import DTYPES, ELEMENTS, PAIRS, Shape
 from fuser.cpu.epilogues import PER_CHANNEL, PER_ELEMENT, Epilogue, folded
-from fuser.cpu.routines import Routine
+from fuser.cpu.routines import Routine, contiguous, slots_of
 from fuser.cpu.text import filled
 from fuser.ir.loop_body import Value, ops
-from fuser.ir.sizes import STRIDE, IntLike, Sym, expr, floordiv, program
+from fuser.ir.sizes import expr, floordiv
 from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
 from fuser.machines import Machine
 from fuser.ops import cpp_load, cpp_store
@@ -168,29 +168,18 @@ _NAMES = (
 
 def _program(dtype: torch.dtype, factors: int, others: int, width: int, entry: str) -> LaunchProgram:
     """Arguments (ten numbers, x, panels, factors, others) to a new (images, columns, down, along) in channels-last."""
-    names = [Sym(n, STRIDE) for n in _NAMES]
-    slots = {name: n for n, name in enumerate(names)}
-    columns, kernel_high, kernel_wide, _, _, _, _, down, along, run, images, channels, *_ = map(expr, names)
-
-    def code(e: IntLike) -> tuple[int, ...]:
-        return program(e, slots)
-
-    one = Check(code(1))
+    names, code = slots_of(_NAMES)
+    columns, kernel_high, kernel_wide, _, _, _, _, down, along, run, images, channels, *_ = names
     numbers = [InputPattern("int", slot=n) for n in range(10)]
     panels, inner = floordiv(columns + (width - 1), expr(width)), kernel_high * kernel_wide * channels
     sizes = images, columns, down, along
     strides = down * along * columns, expr(1), along * columns, columns
-    of_x = tuple(Bind(n) for n in range(10, 14)), (Bind(14), one, Bind(15), Bind(16))
-    tensors = [
-        InputPattern("tensor", dtype, "cpu", of_x[0], of_x[1]),
-        InputPattern("tensor", dtype, "cpu", (Check(code(panels)), Check(code(inner * width))),
-                     (Check(code(inner * width)), one)),
-    ]  # fmt: skip
+    of_x = tuple(map(Bind, range(10, 14))), (Bind(14), Check(code(1)), Bind(15), Bind(16))
+    tensors = [InputPattern("tensor", dtype, "cpu", *of_x), contiguous(dtype, code, panels, inner * width)]
     if factors:
-        shape = (Check(code(factors)), Check(code(columns)))
-        tensors.append(InputPattern("tensor", torch.float32, "cpu", shape, (shape[1], one)))
+        tensors.append(contiguous(torch.float32, code, factors, columns))
     like = tuple(Check(code(e)) for e in sizes), tuple(Check(code(e)) for e in strides)
-    tensors += [InputPattern("tensor", dtype, "cpu", like[0], like[1]) for _ in range(others)]
+    tensors += [InputPattern("tensor", dtype, "cpu", *like) for _ in range(others)]
     rows = images * down * along
     most = _panels(width)
     units = floordiv(rows + (MOST_ROWS - 1), expr(MOST_ROWS)) * floordiv(panels + (most - 1), expr(most))

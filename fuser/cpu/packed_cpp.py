@@ -9,10 +9,10 @@ import torch
 
 from fuser.cpu import dots
 from fuser.cpu.dots import DTYPES, ELEMENTS, EPILOGUES, PAIRS, Epilogue, Shape
-from fuser.cpu.routines import Routine
+from fuser.cpu.routines import Routine, contiguous, slots_of
 from fuser.cpu.text import filled
 from fuser.ir.loop_body import Row, Value, ops, recording
-from fuser.ir.sizes import STRIDE, IntLike, Sym, expr, floordiv, program
+from fuser.ir.sizes import expr, floordiv
 from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
 from fuser.machines import Machine
 from fuser.ops import cpp_cell, cpp_constant, cpp_lanes, cpp_load, cpp_store
@@ -203,22 +203,12 @@ def panel(name: str, shape: Shape, places: bool = False) -> str:
 
 def _program(dtype: torch.dtype, bias: bool, width: int, entry: str) -> LaunchProgram:
     """The program: arguments (columns, x, packed, bias); it returns a new tensor (rows, columns)."""
-    names = [Sym(n, STRIDE) for n in ("columns", "rows", "inner", "step")]
-    slots = {name: n for n, name in enumerate(names)}
-    columns, rows, inner, _ = map(expr, names)
-
-    def code(e: IntLike) -> tuple[int, ...]:
-        return program(e, slots)
-
+    (columns, rows, inner, _), code = slots_of(("columns", "rows", "inner", "step"))
     panels = floordiv(columns + (width - 1), expr(width))
-    one = Check(code(1))
-    tensors = [
-        InputPattern("tensor", dtype, "cpu", (Bind(1), Bind(2)), (Bind(3), one)),
-        InputPattern("tensor", dtype, "cpu", (Check(code(panels)), Check(code(inner * width))),
-                     (Check(code(inner * width)), one)),
-    ]  # fmt: skip
+    of_x = InputPattern("tensor", dtype, "cpu", (Bind(1), Bind(2)), (Bind(3), Check(code(1))))
+    tensors = [of_x, contiguous(dtype, code, panels, inner * width)]
     if bias:
-        tensors.append(InputPattern("tensor", dtype, "cpu", (Check(code(columns)),), (one,)))
+        tensors.append(contiguous(dtype, code, columns))
     blocks = floordiv(rows + (MOST_ROWS - 1), expr(MOST_ROWS))
     units = blocks * floordiv(panels + (PANELS - 1), expr(PANELS))
     scratch = 4 * MOST_ROWS * PANELS * width

@@ -6,13 +6,16 @@ calls that the program does not accept go to `otherwise`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 from fuser import notices
 from fuser.cpu import toolchain
 from fuser.errors import CompileError
-from fuser.kernel_spec import LaunchProgram
+from fuser.ir.sizes import STRIDE, Expr, IntLike, Sym, expr, program
+from fuser.kernel_spec import Check, InputPattern, LaunchProgram
 from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
 from fuser.ops import CPP_TYPEDEFS, helpers_in, prelude_for
@@ -33,6 +36,25 @@ class Routine:
         return f"{CPP_TYPEDEFS}{prelude_for(helpers_in(self.text), self.machine)}{self.text}"
 
 
+Code = Callable[[IntLike], tuple[int, ...]]  # the program that computes a number from a routine's slots
+
+
+def slots_of(names: Iterable[str]) -> tuple[list[Expr], Code]:
+    """The integers that a routine takes or binds, in the order of their slots, and programs over them."""
+    slots = {Sym(name, STRIDE): n for n, name in enumerate(names)}
+    return [expr(s) for s in slots], lambda e: program(e, slots)
+
+
+def contiguous(dtype: torch.dtype, code: Code, *sizes: IntLike) -> InputPattern:
+    """The pattern of a contiguous argument of these sizes."""
+    strides, behind = list[Expr](), expr(1)
+    for n in reversed(sizes):
+        strides.insert(0, behind)
+        behind = behind * n
+    size, stride = (tuple(Check(code(e)) for e in each) for each in (sizes, strides))
+    return InputPattern("tensor", dtype, "cpu", size, stride)
+
+
 def handle_of(routine: Routine, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """A launcher's handle of a routine; if its library cannot be made, the handle always calls `otherwise`."""
 
@@ -49,4 +71,4 @@ def handle_of(routine: Routine, otherwise: Callable[..., Any]) -> Callable[..., 
     return made
 
 
-__all__ = ["Routine", "handle_of"]
+__all__ = ["Code", "Routine", "contiguous", "handle_of", "slots_of"]
