@@ -7,7 +7,7 @@ the first index of the loop iteration. The lowering makes sure that indices fit 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -115,6 +115,11 @@ class Accumulator:
 def accumulators(facts: Facts) -> tuple[Accumulator, ...]:
     """The accumulator of each reduction of the plan, in order."""
     return tuple(_accumulator(facts, r) for r in facts.plan.reductions)
+
+
+def own_of(every: Iterable[Accumulator], phase: int) -> list[Accumulator]:
+    """The accumulators of a pass, without extremes that are kept in another's arrays."""
+    return [a for a in every if a.reduce.phase == phase and not a.shares]
 
 
 def dtypes_of(facts: Facts, r: Reduce) -> tuple[torch.dtype, torch.dtype]:
@@ -340,5 +345,5 @@ def count_group(out: Builder, mine: Sequence[Accumulator]) -> None:
 __all__ = [
     "COLUMN_FLUSH", "NO_PLACE", "SHORT_FLUSH", "SHUFFLE_HELPER", "Accumulator", "accumulate", "accumulators",
     "close_group", "count_group", "count_rows", "declare", "dtypes_of", "flush", "flushing", "fold", "open_counter",
-    "open_group",
+    "open_group", "own_of",
 ]  # fmt: skip

@@ -79,7 +79,7 @@ def _whole_rows(facts: Facts) -> int:
     """
     if not facts.plan.split or facts.vector is None or facts.passes.loops > 1:
         return 0
-    own = [a for a in acc.accumulators(facts) if a.reduce.phase == 0 and not a.shares]
+    own = acc.own_of(acc.accumulators(facts), 0)
     fits = SUMS_BYTES // max(sum(a.dtype.itemsize + 8 for a in own), 1) // 64 * 64
     hint = (facts.vector.hint + 63) // 64 * 64
     return hint if 256 < hint <= fits else 0
@@ -203,10 +203,6 @@ class Reducing:
         self.counts = False  # whether the counter of sums is declared
         self.overlaps = False  # whether the tail of this pass's rows overlaps lanes that were already taken
 
-    def own(self, phase: int) -> list[Accumulator]:
-        """The accumulators of a pass."""
-        return [a for a in self.accumulators if a.reduce.phase == phase and not a.shares]
-
     def total(self, r: Reduce) -> tuple[torch.dtype, ir.Value]:
         """The dtype and the value of a finished reduction; of an index reduction, the index."""
         a, lane = self.accumulators[r.number], "l" if self.facts.is_column else 0
@@ -229,7 +225,7 @@ class Reducing:
             return
         axes = facts.reduced_axes
         low = _range(axes[0], bounds)[0] if len(axes) == 1 else ir.Number(0)
-        own = self.own(phase)
+        own = acc.own_of(self.accumulators, phase)
         starts = [acc.declare(self.out, a, low) for a in own]
         vectors = Lanes.of(facts, phase, own) if facts.is_row and not bounds else None
         if vectors is not None:

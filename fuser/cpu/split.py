@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from fuser.cpu.accumulators import NO_PLACE, Accumulator, accumulators
+from fuser.cpu.accumulators import NO_PLACE, Accumulator, accumulators, own_of
 from fuser.cpu.facts import Facts, size
 from fuser.cpu.frame import closed, each_unit, open_chunk, open_chunks, opened, units_of
 from fuser.cpu.records import Function, Generated, Partial
@@ -33,17 +33,12 @@ def split(facts: Facts) -> Generated:
     length = product(a.size for a in facts.kept_axes) * chunks
     facts = decided(facts)
     partials: list[Partial] = []
-    for a in _combined(facts):
+    for a in own_of(accumulators(facts), 0):
         partials.append(Partial(f"{facts.name}_p{a.number}", a.total_dtype, length))
         if a.spec.index:
             partials.append(Partial(f"{facts.name}_i{a.number}", torch.int32, length))
     facts = facts.with_partials(partials)
     return Generated((_partial_function(facts, chunks), combine_function(facts, chunks)), facts.partials)
-
-
-def _combined(facts: Facts) -> list[Accumulator]:
-    """The accumulators whose partial results are combined: those of the first pass."""
-    return [a for a in accumulators(facts) if a.reduce.phase == 0 and not a.shares]
 
 
 def _partial_at(facts: Facts, chunk: ir.Value) -> ir.Value:
@@ -76,7 +71,7 @@ def _store_partials(rows: Rows, reducing: Reducing) -> None:
     facts, out = rows.facts, rows.out
     lane, at = ir.value("l" if facts.is_column else 0), _partial_at(facts, ir.Name("chunk"))
     with rows.lanes_or_unit():
-        for a in reducing.own(0):
+        for a in own_of(reducing.accumulators, 0):
             out.set(_array(facts, a, "p")[at], a.total(lane))
             if a.spec.index:
                 out.set(_array(facts, a, "i")[at], ir.Name(f"at{a.number}")[lane])
@@ -87,7 +82,7 @@ def combine_function(facts: Facts, chunks: Expr) -> Function:
     if facts.is_column:
         facts = replace(facts, lanes=min(facts.lanes, COMBINED))
     rows = opened(facts, "_combine")
-    out, found = rows.out, _combined(facts)
+    out, found = rows.out, own_of(accumulators(facts), 0)
     out.let("i64", "chunks", size(chunks))
     digits, units = units_of(facts)
     rows.constants()

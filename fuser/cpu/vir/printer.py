@@ -37,7 +37,9 @@ SIGNATURE = (
 )  # fmt: skip
 _BINDS = {"*": 10, "/": 10, "%": 10, "+": 9, "-": 9, "<<": 8, "<": 7, "<=": 7, ">": 7, ">=": 7, "==": 6, "!=": 6,
           "&": 5, "^": 4, "|": 3, "&&": 2, "||": 1}  # fmt: skip
-_ATOM, _UNARY, _SUM, _CHOICE, _LOOSE = 12, 11, 9, 0, -1
+_ATOM, _UNARY, _PRODUCT, _SUM, _CHOICE, _LOOSE = 12, 11, 10, 9, 0, -1
+_WRAPPED = (*LOW, torch.bool)  # dtypes that are loaded and stored by a call, or in parentheses
+Term = tuple[str, int]  # a text, and how closely its outermost operator binds: see `_BINDS`
 _TABLES: dict[str, Callable[..., str | None]] = {
     "op": cpp_cell, "lanes": cpp_lanes, "combine": cpp_combine, "overtakes": cpp_overtakes, "step": cpp_step,
     "near": cpp_near, "lanes_near": cpp_lanes_near,
@@ -71,98 +73,107 @@ class Printer:
         self._braces(f"{opening}({SIGNATURE})", kernel.body)
         return Text(self.out.text(), frozenset(self.uses))
 
-    # -- values --------------------------------------------------------------------------------------------------------
+    # -- values: each with how closely its outermost operator binds ----------------------------------------------------
     def value(self, v: ir.Value) -> str:
         """The text of a value."""
-        return _VALUES[type(v)](self, v)
+        return _VALUES[type(v)](self, v)[0]
 
-    def _in(self, v: ir.Value, binds: int) -> str:
-        """The text of a value, in parentheses if its operator binds less closely than `binds`."""
-        text = _VALUES[type(v)](self, v)
-        return text if _binds(v) >= binds else f"({text})"
+    def _in(self, v: ir.Value, least: int) -> str:
+        """The text of a value, in parentheses if its operator binds less closely than `least`."""
+        text, binds = _VALUES[type(v)](self, v)
+        return text if binds >= least else f"({text})"
 
-    def _name(self, v: ir.Name) -> str:
+    def _name(self, v: ir.Name) -> Term:
         if v.name in _ARRAYS:
             self.uses.add(v.name)
-        return self.names.get(v.name, v.name)
+        return self.names.get(v.name, v.name), _ATOM
 
-    def _number(self, v: ir.Number) -> str:
-        return str(v.number) if v.dtype is None else cpp_constant(v.number, v.dtype)
+    def _number(self, v: ir.Number) -> Term:
+        if v.dtype is None:
+            return str(v.number), _ATOM if v.number >= 0 else _UNARY
+        return cpp_constant(v.number, v.dtype), _UNARY
 
-    def _slot(self, v: ir.Slot) -> str:
-        return self.slots.get(v) or f"{v.kind}[{v.at}]"
+    def _slot(self, v: ir.Slot) -> Term:
+        return self.slots.get(v) or f"{v.kind}[{v.at}]", _ATOM
 
-    def _offset(self, v: ir.Offset) -> str:
+    def _offset(self, v: ir.Offset) -> Term:
         def name(s: Sym) -> str:
             if s.kind == INDIRECT:
                 return self.value(v.scope.ref(int(s.name[1:])))
             if v.scope.slots is not None:
-                return self._slot(ir.Slot("s", v.scope.slots[s]))
+                return self._slot(ir.Slot("s", v.scope.slots[s]))[0]
             return self.names.get(s.name, s.name)
 
-        return cpp_expr(v.e, name, v.of, v.scope.extents, self.uses)
+        text = cpp_expr(v.e, name, v.of, v.scope.extents, self.uses)
+        if len(v.e.terms) > 1:
+            return text, _SUM
+        return text, _ATOM if all(len(m) + (c != 1) <= 1 and c >= 0 for m, c in v.e.terms) else _PRODUCT
 
-    def _at(self, v: ir.At) -> str:
-        return f"{self._in(v.array, _ATOM)}[{self.value(v.place)}]"
+    def _at(self, v: ir.At) -> Term:
+        return f"{self._in(v.array, _ATOM)}[{self.value(v.place)}]", _ATOM
 
-    def _address(self, v: ir.Address) -> str:
-        return f"{self.value(v.buffer)} + ({self.value(v.place)})"
+    def _address(self, v: ir.Address) -> Term:
+        return f"{self.value(v.buffer)} + ({self.value(v.place)})", _SUM
 
-    def _unary(self, v: ir.Unary) -> str:
-        return f"{v.sign}{self._in(v.a, _UNARY)}"
+    def _unary(self, v: ir.Unary) -> Term:
+        return f"{v.sign}{self._in(v.a, _UNARY)}", _UNARY
 
-    def _binary(self, v: ir.Binary) -> str:
+    def _binary(self, v: ir.Binary) -> Term:
         binds = _BINDS[v.sign]
-        return f"{self._in(v.a, binds)} {v.sign} {self._in(v.b, binds + 1)}"
+        return f"{self._in(v.a, binds)} {v.sign} {self._in(v.b, binds + 1)}", binds
 
-    def _select(self, v: ir.Select) -> str:
-        return f"{self._in(v.test, 1)} ? {self._in(v.a, 1)} : {self.value(v.b)}"
+    def _select(self, v: ir.Select) -> Term:
+        return f"{self._in(v.test, 1)} ? {self._in(v.a, 1)} : {self.value(v.b)}", _CHOICE
 
-    def _cast(self, v: ir.Cast) -> str:
-        return f"({v.kind}){self._in(v.a, _UNARY)}"
+    def _cast(self, v: ir.Cast) -> Term:
+        return f"({v.kind}){self._in(v.a, _UNARY)}", _UNARY
 
-    def _op(self, v: ir.Op) -> str:
-        return self._cell(v, *map(self.value, v.args))
+    def _op(self, v: ir.Op) -> Term:
+        return self._cell(v, *map(self.value, v.args)), _LOOSE
 
     def _cell(self, v: ir.Op, *args: str) -> str:
         return self._calls(_TABLES[v.table](v.name, v.dtype, *args) or "")
 
-    def _convert(self, v: ir.Convert) -> str:
-        return self._calls(cpp_convert(v.source, v.target, self.value(v.a)))
+    def _convert(self, v: ir.Convert) -> Term:
+        text, binds = _VALUES[type(v.a)](self, v.a)
+        changes = compute_dtype(v.source) is not compute_dtype(v.target) or v.target in LOW
+        return self._calls(cpp_convert(v.source, v.target, text)), _UNARY if changes else binds
 
-    def _round(self, v: ir.Round) -> str:
+    def _round(self, v: ir.Round) -> Term:
         if v.vector:
             how = "tame_bfloat16" if v.tame and v.dtype is torch.bfloat16 else LOW[v.dtype]
-            return self._helper(f"fuser_lanes_round_{how}", v.a)
-        return self._calls(cpp_round(v.dtype, self.value(v.a), v.tame))
+            return self._helper(f"fuser_lanes_round_{how}", v.a), _ATOM
+        return self._calls(cpp_round(v.dtype, self.value(v.a), v.tame)), _ATOM
 
-    def _decode(self, v: ir.Decode) -> str:
+    def _decode(self, v: ir.Decode) -> Term:
         if v.lone and v.dtype is torch.float16:
-            return self._helper("fuser_lone_load_half", v.a)
-        return self._calls(cpp_load(v.dtype, self.value(v.a)))
+            return self._helper("fuser_lone_load_half", v.a), _ATOM
+        text, binds = _VALUES[type(v.a)](self, v.a)
+        return self._calls(cpp_load(v.dtype, text)), _ATOM if v.dtype in _WRAPPED else binds
 
-    def _encode(self, v: ir.Encode) -> str:
+    def _encode(self, v: ir.Encode) -> Term:
         if v.lone and v.dtype is torch.float16:
-            return self._helper("fuser_lone_store_half", v.a)
-        return self._calls(cpp_store(v.dtype, self.value(v.a), v.exact))
+            return self._helper("fuser_lone_store_half", v.a), _ATOM
+        text, binds = _VALUES[type(v.a)](self, v.a)
+        return self._calls(cpp_store(v.dtype, text, v.exact)), _ATOM if v.dtype in _WRAPPED else binds
 
     # -- vectors -------------------------------------------------------------------------------------------------------
-    def _splat(self, v: ir.Splat) -> str:
+    def _splat(self, v: ir.Splat) -> Term:
         if isinstance(v.of, int):
-            return f"(({calls.moved(v.of)}){{}} + {self._in(v.a, 10)})"
-        return self._helper(f"fuser_lanes_all{'_flags' if v.of is torch.bool else ''}", v.a)
+            return f"(({calls.moved(v.of)}){{}} + {self._in(v.a, _PRODUCT)})", _ATOM
+        return self._helper(f"fuser_lanes_all{'_flags' if v.of is torch.bool else ''}", v.a), _ATOM
 
-    def _mask(self, v: ir.Mask) -> str:
+    def _mask(self, v: ir.Mask) -> Term:
         if v.any:
-            return f"({self._helper('FUSER_MASK', ir.Cast('lanes_i', v.flags))} != 0)"
-        return self._helper("FUSER_MASK", v.flags)
+            return f"({self._helper('FUSER_MASK', ir.Cast('lanes_i', v.flags))} != 0)", _ATOM
+        return self._helper("FUSER_MASK", v.flags), _ATOM
 
-    def _bound(self, v: ir.Bound) -> str:
+    def _bound(self, v: ir.Bound) -> Term:
         self.uses.add("FUSER_BOUND")
-        return f"FUSER_BOUND({self.value(v.a)}, {v.sign}, {self.value(v.b)})"
+        return f"FUSER_BOUND({self.value(v.a)}, {v.sign}, {self.value(v.b)})", _ATOM
 
-    def _called(self, v: ir.Value) -> str:
-        return self._helper(*calls.VALUES[type(v)](v))
+    def _called(self, v: ir.Value) -> Term:
+        return self._helper(*calls.VALUES[type(v)](v)), _ATOM
 
     def _helper(self, function: str, *args: ir.Value) -> str:
         self.uses.add(function)
@@ -327,35 +338,9 @@ class Printer:
         self._braces(f"auto {head.name} = [&]({params}){inline}", body, "};")
 
 
-def _binds(v: ir.Value) -> int:
-    """The precedence of the outermost operator of a value's text."""
-    binds = _KINDS.get(type(v))
-    if binds is not None:
-        return binds
-    match v:
-        case ir.Binary():
-            return _BINDS[v.sign]
-        case ir.Number():
-            return _ATOM if v.dtype is None and v.number >= 0 else _UNARY
-        case ir.Convert():
-            changes = compute_dtype(v.source) is not compute_dtype(v.target) or v.target in LOW
-            return _UNARY if changes else _binds(v.a)
-        case ir.Decode() | ir.Encode():
-            return _ATOM if v.dtype in LOW or v.dtype is torch.bool else _binds(v.a)
-        case ir.Offset():
-            if len(v.e.terms) > 1:
-                return _SUM
-            return _ATOM if all(len(m) + (c != 1) <= 1 and c >= 0 for m, c in v.e.terms) else 10
-    return _ATOM
-
-
-_KINDS: dict[type, int] = {
-    ir.Name: _ATOM, ir.Slot: _ATOM, ir.At: _ATOM, ir.Call: _ATOM, ir.Bound: _ATOM, ir.Splat: _ATOM, ir.Round: _ATOM,
-    ir.Select: _CHOICE, ir.Op: _LOOSE, ir.Address: _SUM, ir.Unary: _UNARY, ir.Cast: _UNARY,
-}  # fmt: skip
 # Integers wrap in unsigned vectors; the cells of their scalar ops have casts that vectors do not accept.
 _UNSIGNED = {"i8": "u8", "i16": "u16", "i32": "u32", "i64": "u64"}
-_VALUES: dict[type, Callable[[Printer, Any], str]] = {
+_VALUES: dict[type, Callable[[Printer, Any], Term]] = {
     ir.Name: Printer._name, ir.Number: Printer._number, ir.Slot: Printer._slot, ir.Offset: Printer._offset,
     ir.At: Printer._at, ir.Address: Printer._address, ir.Unary: Printer._unary, ir.Binary: Printer._binary,
     ir.Select: Printer._select, ir.Cast: Printer._cast, ir.Op: Printer._op, ir.Convert: Printer._convert,
