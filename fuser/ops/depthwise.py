@@ -6,9 +6,10 @@ Weights have sizes (rows, columns, channels). Those of 16-bit images may be in f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+
+from fuser.ops.operators import operator
 
 Sizes = Sequence[int]
 
@@ -36,9 +37,7 @@ def _forward_meta(
     return torch.empty((*x.shape[:2], *size), dtype=x.dtype, device=x.device, memory_format=order_of(x))
 
 
-LIBRARY: Any = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
-LIBRARY.define(
-    "depthwise(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation) -> Tensor"
-)
-LIBRARY.impl("depthwise", _forward, "CompositeExplicitAutograd")
-LIBRARY.impl("depthwise", _forward_meta, "Meta")
+operator(
+    "depthwise(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation) -> Tensor",
+    _forward, _forward_meta,
+)  # fmt: skip

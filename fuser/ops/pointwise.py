@@ -47,9 +47,7 @@ def _wrap(sign: str) -> str:
     return f"({{T}})(({{U}}){{0}} {sign} ({{U}}){{1}})"
 
 
-ZERO_DIV = {"int_zero_div": True}
-ZERO_NOTE = "Eager raises for an integer divided by zero; the cell gives 0, so a lowering has to know the divisor."
-
+# Eager raises for an integer divided by zero; the cells of divisions give 0, so a lowering has to know the divisor.
 ARITHMETIC = (
     OpRow(
         "add", 2, torch.add, by("{0} + {1}", _wrap("+"), "{0} | {1}"), by(*_TRITON_ADD), sign="+", plain_nan=True,
@@ -70,24 +68,24 @@ ARITHMETIC = (
     OpRow(
         "floor_div", 2, torch.floor_divide, "fuser_floor_div_{D}({0}, {1})",
         lambda d: f"fuser_floor_div_{'int' if d in INTS else d.itemsize * 8}({{0}}, {{1}})", NUMBERS,
-        cost=30, notes=ZERO_NOTE, extra=ZERO_DIV, jumps=True, steep=True,
+        cost=30, jumps=True, steep=True,
     ),
     OpRow(
         "trunc_div", 2, lambda a, b: torch.div(a, b, rounding_mode="trunc"),
         by("__builtin_trunc{f}({0} / {1})", "fuser_trunc_div_{D}({0}, {1})"),
         lambda d: "fuser_trunc_div_int({0}, {1})" if d in INTS else f"fuser_trunc({_TRITON_DIV(d)})", NUMBERS,
-        cost=6, notes=ZERO_NOTE, extra=ZERO_DIV, jumps=True, steep=True,
+        cost=6, jumps=True, steep=True,
         lanes=in_lanes("FUSER_LANES_ROUND({0} / {1}, 3)"),
     ),
     OpRow(
         "remainder", 2, torch.remainder, "fuser_remainder_{D}({0}, {1})",
         by("fuser_remainder_float({0}, {1})", "fuser_remainder_int({0}, {1})"), NUMBERS,
-        cost=30, ulps=0.5, notes=ZERO_NOTE, extra=ZERO_DIV, jumps=True, steep=True,
+        cost=30, ulps=0.5, jumps=True, steep=True,
     ),
     OpRow(
         "fmod", 2, torch.fmod, "fuser_fmod_{D}({0}, {1})",
         by("libdevice.fmod({0}, {1})", "fuser_fmod_int({0}, {1})"), NUMBERS,
-        cost=30, ulps=0.5, notes=ZERO_NOTE, extra=ZERO_DIV, jumps=True, steep=True,
+        cost=30, ulps=0.5, jumps=True, steep=True,
     ),
     OpRow(
         "neg", 1, torch.neg, by("-{0}", "({T})(0 - ({U}){0})"), by(_TRITON_NEG, "(-{0})"), NUMBERS, selects=(0,),
@@ -111,13 +109,12 @@ ARITHMETIC = (
     OpRow(
         "sqrt", 1, torch.sqrt, "__builtin_sqrt{f}({0})", by_width("tl.sqrt_rn({0})", "tl.sqrt({0})"), FLOATS,
         cost=5, domain=(0.0, 9.0), ulps=0.5, plain_nan=True, lanes=in_lanes("FUSER_LANES_SQRT({0})"),
-        fast="tl.sqrt({0})", notes="Rounded correctly; eager's vector form is one ulp off at places.",
+        fast="tl.sqrt({0})",  # rounded correctly: eager's vector form is one ulp off at places
     ),
-    OpRow(
+    OpRow(  # {0} * {1} + {2}, rounded once: eager's kernels say so as well
         "fma", 3, lambda a, b, c: torch.addcmul(c, a, b),
         by_width("FUSER_FMAF({0}, {1}, {2})", "__builtin_fma({0}, {1}, {2})"), "tl.fma({0}, {1}, {2})", FLOATS,
         cost=1, ulps=0.5, plain_nan=True, lanes=in_lanes("FUSER_LANES_FMA({0}, {1}, {2})"),
-        notes="{0} * {1} + {2}, rounded once: eager's kernels say so as well.",
     ),
     OpRow("gcd", 2, torch.gcd, "fuser_gcd_{D}({0}, {1})", None, INTS, cost=60),
     OpRow("lcm", 2, torch.lcm, "fuser_lcm_{D}({0}, {1})", None, INTS, cost=60),

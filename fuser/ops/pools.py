@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from fuser.ops.depthwise import order_of
+from fuser.ops.operators import operator
 
 _aten = torch.ops.aten
 _FORWARD = {2: _aten.max_pool2d_with_indices.default, 3: _aten.max_pool3d_with_indices.default}
@@ -89,22 +89,15 @@ def _average_backward_meta(
     return torch.empty_like(x, memory_format=order_of(x))
 
 
-LIBRARY: Any = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
-LIBRARY.define(
+operator(
     "max_pool_offsets(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, "
-    "bool ceil_mode) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
+    "bool ceil_mode) -> (Tensor, Tensor)", _forward, _forward_meta,
+)  # fmt: skip
+operator(
     "max_pool_offsets_backward(Tensor grad, Tensor offsets, SymInt[] size, int[] kernel, int[] stride, int[] padding, "
-    "int[] dilation, bool ceil_mode, bool channels_last) -> Tensor"
-)
-LIBRARY.define(
+    "int[] dilation, bool ceil_mode, bool channels_last) -> Tensor", _backward, _backward_meta,
+)  # fmt: skip
+operator(
     "avg_pool2d_backward(Tensor grad, Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil_mode, "
-    "bool count_include_pad, int? divisor_override) -> Tensor"
-)
-LIBRARY.impl("max_pool_offsets", _forward, "CompositeExplicitAutograd")
-LIBRARY.impl("max_pool_offsets", _forward_meta, "Meta")
-LIBRARY.impl("max_pool_offsets_backward", _backward, "CompositeExplicitAutograd")
-LIBRARY.impl("max_pool_offsets_backward", _backward_meta, "Meta")
-LIBRARY.impl("avg_pool2d_backward", _average_backward, "CompositeExplicitAutograd")
-LIBRARY.impl("avg_pool2d_backward", _average_backward_meta, "Meta")
+    "bool count_include_pad, int? divisor_override) -> Tensor", _average_backward, _average_backward_meta,
+)  # fmt: skip

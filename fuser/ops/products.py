@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from fuser.ops.operators import operator
 
 
 def _product(bias: torch.Tensor | None, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -15,7 +15,4 @@ def _product_meta(bias: torch.Tensor | None, x: torch.Tensor, w: torch.Tensor) -
     return x.new_empty((x.shape[0], w.shape[1]))
 
 
-LIBRARY: Any = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
-LIBRARY.define("product(Tensor? bias, Tensor x, Tensor w) -> Tensor")
-LIBRARY.impl("product", _product, "CompositeExplicitAutograd")
-LIBRARY.impl("product", _product_meta, "Meta")
+operator("product(Tensor? bias, Tensor x, Tensor w) -> Tensor", _product, _product_meta)

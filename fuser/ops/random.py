@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fuser.ops.operators import operator
 from fuser.ops.table import OpRow
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -192,26 +193,19 @@ def fuser_unit_float(word):
     return (word >> 8).to(tl.float32) * 5.9604644775390625e-08
 """,
 }
-ROWS = (
+# Numbers in [0, 1) by seed, stream and index: the upper 24 bits of word `word` of the block that a quarter of the
+# index counts.
+ROWS = tuple(
     OpRow(
-        "philox_uniform", 3, philox_uniform, "fuser_philox_word({0}, {1}, {2}, {2})",
-        "fuser_unit_float(fuser_philox_word({0}, {1}, {2}))", (torch.int64,), result=torch.float32, cost=40,
-        draw=(2, "{0}"),
-        notes="float32 in [0, 1) of seed, stream and place: the upper 24 bits of a word of Philox4x32-10; a quarter of "
-        "the place is the counter.",
-    ),
-    OpRow(
-        "philox_even", 3, philox_even, "fuser_philox_word({0}, {1}, {2}, {2} & 2)",
-        "fuser_unit_float(fuser_philox_word({0}, {1}, {2} & -2))", (torch.int64,), result=torch.float32, cost=40,
-        draw=(0, "{0} & -2"),
-        notes="`philox_uniform` at the even place of the pair of neighbours.",
-    ),
-    OpRow(
-        "philox_odd", 3, philox_odd, "fuser_philox_word({0}, {1}, {2}, {2} | 1)",
-        "fuser_unit_float(fuser_philox_word({0}, {1}, {2} | 1))", (torch.int64,), result=torch.float32, cost=40,
-        draw=(1, "{0} | 1"),
-        notes="`philox_uniform` at the odd place of the pair of neighbours.",
-    ),
+        name, 3, eval, f"fuser_philox_word({{0}}, {{1}}, {{2}}, {word})",
+        f"fuser_unit_float(fuser_philox_word({{0}}, {{1}}, {index.replace('{0}', '{2}')}))", (torch.int64,),
+        result=torch.float32, cost=40, draw=(drawn, index),
+    )
+    for name, eval, word, index, drawn in (
+        ("philox_uniform", philox_uniform, "{2}", "{0}", 2),
+        ("philox_even", philox_even, "{2} & 2", "{0} & -2", 0),
+        ("philox_odd", philox_odd, "{2} | 1", "{0} | 1", 1),
+    )
 )  # fmt: skip
 
 
@@ -239,13 +233,6 @@ def _probabilities(p: torch.Tensor) -> torch.Tensor:
 
 # uniform_like(seed, stream, like): float32 in [0, 1) for each element of `like`, of which only the sizes are used;
 # normal_like: standard normal numbers. probabilities(p): `p`, or an error if an element is outside [0, 1].
-LIBRARY: Any = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
-LIBRARY.define("uniform_like(Tensor seed, int stream, Tensor like) -> Tensor")
-LIBRARY.impl("uniform_like", _uniform_like, "CompositeExplicitAutograd")
-LIBRARY.impl("uniform_like", _uniform_like_meta, "Meta")
-LIBRARY.define("normal_like(Tensor seed, int stream, Tensor like) -> Tensor")
-LIBRARY.impl("normal_like", _normal_like, "CompositeExplicitAutograd")
-LIBRARY.impl("normal_like", _uniform_like_meta, "Meta")
-LIBRARY.define("probabilities(Tensor p) -> Tensor")
-LIBRARY.impl("probabilities", _probabilities, "CompositeExplicitAutograd")
-LIBRARY.impl("probabilities", torch.empty_like, "Meta")
+operator("uniform_like(Tensor seed, int stream, Tensor like) -> Tensor", _uniform_like, _uniform_like_meta)
+operator("normal_like(Tensor seed, int stream, Tensor like) -> Tensor", _normal_like, _uniform_like_meta)
+operator("probabilities(Tensor p) -> Tensor", _probabilities, torch.empty_like)

@@ -140,8 +140,7 @@ SPECIAL = (
     ),
     OpRow(
         "zeta", 2, _sp.zeta, "fuser_zeta_{D}({0}, {1})", None, FLOATS, cost=300, domain=(1.1, 20.0), ulps=8.0,
-        text="special_cpp",
-        notes="A sum of powers, each of which the vector library gives to 4 ulps.",
+        text="special_cpp",  # a sum of powers, each of which the vector library gives to 4 ulps
     ),
 )  # fmt: skip
 
@@ -182,11 +181,11 @@ _FAMILIES = (
     *(f"{kind}_polynomial_{letter}" for kind in ("chebyshev", "shifted_chebyshev") for letter in "tuvw"),
     "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p",
 )  # fmt: skip
+# The degree is the second argument. Recurrences are eager's, and lose digits where eager's do.
 POLYNOMIALS = tuple(
     OpRow(
         name, 2, getattr(_sp, name), f"fuser_{name}_{{D}}({{0}}, {{1}})", None, FLOATS, cost=60, ulps=8.0, jumps=True,
         text="polynomials_cpp",
-        notes="The degree is the second argument. Recurrences are eager's, and lose digits where eager's do.",
     )
     for name in _FAMILIES
 )  # fmt: skip

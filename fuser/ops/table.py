@@ -11,8 +11,6 @@ otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
-from typing import Any
 
 import torch
 
@@ -60,7 +58,6 @@ class OpRow:
     cost: approximate number of simple operations; 1 for an add, 20 for an exp.
     domain: the interval from which tests draw arguments, besides special values.
     ulps: largest error of its float results in units in the last place; 0 means the same bits as eager.
-    extra: facts that lowerings ask for, such as {"int_zero_div": True} (see `notes`).
     jumps: whether a float result is discontinuous, so that an argument's last bit decides between distant results.
 
     Traits, which generators and the scheduler ask for; no op is known to them by its name:
@@ -94,8 +91,6 @@ class OpRow:
     text: str = ""
     cost: int = 1
     domain: tuple[float, float] = (-4.0, 4.0)
-    notes: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
     ulps: float = 0.0
     jumps: bool = False
     sign: str = ""
@@ -171,7 +166,6 @@ class ReductionRow:
     result: str | torch.dtype = "acc"
     index: bool = False
     cost: int = 1
-    notes: str = ""
     overtakes: Cell = None
     idempotent: bool = False
     adds: bool = False

@@ -42,6 +42,7 @@ FLOAT_SPECIAL = [
     100.0,
     -100.0,
 ]
+DIVISIONS = ("floor_div", "trunc_div", "remainder", "fmod", "gcd", "lcm")  # in which eager raises, or wraps
 ALL = bool(os.environ.get("FUSER_TEST_ALL"))
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -171,7 +172,7 @@ def usable(row: ops.OpRow, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor
     if row.name == "exp_down":
         denormal = (args[0] > -104) & (args[0] < -87)
         args = (args[0].masked_fill((args[0] > 0) | denormal, 0.0),)
-    if args[0].is_floating_point() or not (row.extra.get("int_zero_div") or row.name in ("gcd", "lcm")):
+    if args[0].is_floating_point() or row.name not in DIVISIONS:
         return args
     low = torch.iinfo(args[0].dtype).min
     if row.name in ("gcd", "lcm"):
