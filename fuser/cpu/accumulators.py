@@ -65,6 +65,11 @@ class Accumulator:
         return self.number != self.reduce.number
 
     @property
+    def overlaps(self) -> bool:
+        """Whether the tail of a row has lanes that were already taken."""
+        return not self.facts.is_column and takes_some_twice(self.facts, self.reduce.phase)
+
+    @property
     def kind(self) -> str:
         """The C++ type of lanes."""
         return CPP_TYPES[self.dtype]
@@ -115,6 +120,16 @@ class Accumulator:
 def accumulators(facts: Facts) -> tuple[Accumulator, ...]:
     """The accumulator of each reduction of the plan, in order."""
     return tuple(_accumulator(facts, r) for r in facts.plan.reductions)
+
+
+def takes_some_twice(facts: Facts, phase: int) -> bool:
+    """Whether the tail of a row is a full array of lanes that overlaps the array before it.
+
+    Lanes that were taken before are skipped, except by idempotent reductions. A pass with stores does not overlap: it
+    may overwrite its input.
+    """
+    whole = facts.along.hint % facts.lanes == 0 or facts.along.hint < facts.lanes
+    return not whole and not facts.passes[phase].stores
 
 
 def own_of(every: Iterable[Accumulator], phase: int) -> list[Accumulator]:
@@ -193,15 +208,15 @@ def declare(out: Builder, a: Accumulator, low: ir.Value) -> list[ir.Statement]:
     return starts
 
 
-def accumulate(out: Builder, a: Accumulator, values: Sequence[ir.Value], overlaps: bool) -> None:
-    """Combine a value, and its index if any, into its lane. `overlaps`: skip lanes that an earlier iteration took."""
+def accumulate(out: Builder, a: Accumulator, values: Sequence[ir.Value]) -> None:
+    """Combine a value, and its index if any, into its lane, unless an earlier iteration took the lane."""
     k, (value, *index) = a.number, values
     held, x = ir.Name(f"acc{k}")["l"], ir.Name(f"x{k}")
     now: ir.Value = ir.Convert(a.value, a.dtype, value)
     if index:
         _accumulate_index(out, a, now, index[0])
         return
-    if overlaps and not a.spec.idempotent:
+    if a.overlaps and not a.spec.idempotent:
         now = ir.Select(ir.Name("l") < "skip", a.identity, now)
     out.let(a.kind, x.name, now)
     if a.notes_nans:
@@ -227,10 +242,10 @@ def _accumulate_index(out: Builder, a: Accumulator, now: ir.Value, index: ir.Val
     out.set(at, ir.Select(ir.Name(f"better{k}"), place, at))
 
 
-def fold(out: Builder, a: Accumulator, low: ir.Value, overlaps: bool) -> None:
+def fold(out: Builder, a: Accumulator, low: ir.Value) -> None:
     """Fold the lanes of a row nest's accumulator that is not flushed. `low` is the first index of the pass."""
     if a.spec.index:
-        _fold_index(out, a, low, overlaps)
+        _fold_index(out, a, low)
         return
     out.add(a.fold())
     if a.notes_nans:
@@ -240,7 +255,7 @@ def fold(out: Builder, a: Accumulator, low: ir.Value, overlaps: bool) -> None:
         out.set(best, ir.Select(found, ir.Number(math.nan, a.dtype), best))
 
 
-def _fold_index(out: Builder, a: Accumulator, low: ir.Value, overlaps: bool) -> None:
+def _fold_index(out: Builder, a: Accumulator, low: ir.Value) -> None:
     """Fold the values, then take the smallest index among the lanes that hold the best value (NaN equals NaN here).
 
     Lanes that saw no value hold the identity and iteration 0: if the identity is best, lane 0 holds it too.
@@ -262,7 +277,7 @@ def _fold_index(out: Builder, a: Accumulator, low: ir.Value, overlaps: bool) -> 
         out.set(found, ir.least("mine", found))
     if a.counts_turns:
         lane = found % lanes
-        if overlaps:
+        if a.overlaps:
             p, last = ir.Name(f"p{a.reduce.phase}"), ir.Name(f"last{a.reduce.phase}")
             lane = ir.Select(found < p - low, lane, found - (last - low))
         out.set(best, values[lane])  # of zeros of both signs, the first one
@@ -345,5 +360,5 @@ def count_group(out: Builder, mine: Sequence[Accumulator]) -> None:
 __all__ = [
     "COLUMN_FLUSH", "NO_PLACE", "SHORT_FLUSH", "SHUFFLE_HELPER", "Accumulator", "accumulate", "accumulators",
     "close_group", "count_group", "count_rows", "declare", "dtypes_of", "flush", "flushing", "fold", "open_counter",
-    "open_group", "own_of",
+    "open_group", "own_of", "takes_some_twice",
 ]  # fmt: skip

@@ -34,7 +34,7 @@ def pays(facts: Facts) -> bool:
     Rows of wider floats are batched only if short: passes over longer rows are memory-bound, and batches read in
     bursts.
     """
-    if not facts.is_row or facts.passes.loops < 2 or facts.plan.split or facts.checked or not facts.kept_axes:
+    if not facts.is_row or facts.passes.loops < 2 or facts.checked or not facts.kept_axes:
         return False
     folding = sum(bool(p.folds) for p in facts.passes)
     length = math.prod(a.hint for a in facts.reduced_axes)

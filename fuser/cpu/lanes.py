@@ -85,7 +85,7 @@ class Lanes:
         """
         if not facts.machine.lanes or facts.vector is None or facts.vector.hint < SHORTEST:
             return None
-        if facts.checks_inside or facts.staged or facts.hoisted:
+        if facts.checked or facts.checks_inside or facts.plan.split or facts.staged or facts.hoisted:
             return None
         found = Lanes(facts, phase, own)
         pays = found._is_plain_pass() if facts.is_row else found.heavy or filled or found._is_ragged()
@@ -100,7 +100,7 @@ class Lanes:
         facts = self.facts
         plain = all(a.dtype is self.float and not a.spec.index for a in self.own)
         staged = self.own and facts.streams_of(self.phase)
-        outside = facts.checked or facts.plan.split or any(n in facts.kept for n in self.scalars)
+        outside = any(n in facts.kept for n in self.scalars)
         if self.types is WIDE:
             used = {m for n in self.rows for m in self.deps(n)}
             plain = plain and self.dtypes <= {torch.float64} and not self.backward

@@ -23,10 +23,10 @@ GROUP = 16  # float32 additions in a lane before its sum is added to a float64 t
 
 def line(
     rows: Rows, own: Sequence[Accumulator], phase: int, bounds: tuple[ir.Value, ir.Value],
-    fold: Callable[[Reduce], None], overlaps: bool,
+    fold: Callable[[Reduce], None],
 ) -> None:  # fmt: skip
-    """A pass along a row over [bounds[0], bounds[1]). `overlaps`: see `takes_some_twice`."""
-    facts, out, v = rows.facts, rows.out, rows.facts.v
+    """A pass along a row over [bounds[0], bounds[1])."""
+    facts, out, v, overlaps = rows.facts, rows.out, rows.facts.v, acc.takes_some_twice(rows.facts, phase)
     if not facts.passes[phase].folds:
         with tiles(rows, phase, *bounds) as ends, out.block(rows.simd(v, *ends)):
             rows.inner(phase)
@@ -103,16 +103,6 @@ def _in_groups(loop: LaneLoop, mine: Sequence[Accumulator], around: bool) -> Non
             out.close()
 
 
-def takes_some_twice(facts: Facts, phase: int) -> bool:
-    """Whether the tail of a row is a full array of lanes that overlaps the array before it.
-
-    Lanes that were taken before are skipped, except by idempotent reductions. A pass with stores does not overlap: it
-    may overwrite its input.
-    """
-    whole = facts.along.hint % facts.lanes == 0 or facts.along.hint < facts.lanes
-    return not whole and not facts.passes[phase].stores
-
-
 def _unrolls(facts: Facts, own: Sequence[Accumulator], phase: int) -> bool:
     """Whether the loop over lanes is fully unrolled, so accumulators of several registers stay in registers.
 
@@ -167,4 +157,4 @@ def _call_tail(
             out.do(routine, *sums, last, lanes, p - last)
 
 
-__all__ = ["in_vectors", "line", "takes_some_twice"]
+__all__ = ["in_vectors", "line"]

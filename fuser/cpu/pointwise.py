@@ -61,26 +61,22 @@ def chosen(facts: Facts) -> Choice:
         return Choice(replace(facts, hoisted=_hoisted(facts, inner)))
     segments = find_segments(facts) if facts.tiled is None else None
     filled = has_fills(facts)
-    whole = Lanes.of(facts, filled=True) if stays_whole(facts, segments, filled) else None
-    plain = None
     if segments is not None:
         cut = replace(facts, constant=frozenset(segments.rows), parts=frozenset(segments.loads))
-        plain = Choice(cut, segments)
-    if whole is not None:
-        return Choice(facts, None, whole, plain)
-    if plain is not None:
-        facts = plain.facts
+        whole = Lanes.of(facts, filled=True) if stays_whole(facts, filled) else None
+        if whole is not None:
+            return Choice(facts, None, whole, Choice(cut, segments))
+        facts = cut
     else:
         facts = replace(facts, hoisted=_hoisted(facts, inner))
     moved = moved_rows(facts.plan)
     floats = [n for n, r in enumerate(facts.plan.rows) if r.dtype is torch.float32 and r.op != "const"]
-    if not facts.hoisted and any(facts.is_full(n) and n not in moved for n in floats):
+    if any(facts.is_full(n) and n not in moved for n in floats):
         lanes = Lanes.of(facts, filled=filled)
         if lanes is not None:
             return Choice(facts, segments, lanes)
     facts = replace(facts, moved=moved)
-    moves = facts.tiled is None and segments is None and not facts.hoisted
-    return Choice(facts, segments, Bits.of(facts) if moves else None)
+    return Choice(facts, segments, Bits.of(facts) if segments is None else None)
 
 
 def _hoisted(facts: Facts, outer: Sequence[Axis]) -> tuple[int, ...]:
@@ -121,7 +117,8 @@ def whole(facts: Facts) -> Function:
             with _each_row_of_tiles(rows, tiled) if tiled is not None else nullcontext():
                 rows.outside(sorted({*facts.passes[0].before, *facts.passes[0].outer}))
                 if facts.vector is not None:
-                    _vector_loop(rows, choice)
+                    with tiles(rows, 0, "v0", "v1", choice.vectors is not None) as ends:
+                        _segment_loop(rows, choice, *ends)
                 rows.after(0)
     return closed(rows, units, scratch=scratch)
 
@@ -179,11 +176,6 @@ def _each_row_of_tiles(rows: Rows, tiled: Axis) -> Iterator[None]:
     with rows.out.block(ir.For(tiled.sym.name, ir.Name("r0"), ir.Name("r1"))):
         prefetch_rows(rows, tiled)
         yield
-
-
-def _vector_loop(rows: Rows, choice: Choice) -> None:
-    with tiles(rows, 0, "v0", "v1", choice.vectors is not None) as (low, high):
-        _segment_loop(rows, choice, low, high)
 
 
 def _segment_loop(rows: Rows, choice: Choice, low: ir.Like, high: ir.Like) -> None:

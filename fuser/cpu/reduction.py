@@ -201,7 +201,6 @@ class Reducing:
         self.rows, self.facts, self.out = rows, rows.facts, rows.out
         self.accumulators = acc.accumulators(rows.facts)
         self.counts = False  # whether the counter of sums is declared
-        self.overlaps = False  # whether the tail of this pass's rows overlaps lanes that were already taken
 
     def total(self, r: Reduce) -> tuple[torch.dtype, ir.Value]:
         """The dtype and the value of a finished reduction; of an index reduction, the index."""
@@ -215,7 +214,7 @@ class Reducing:
         a = self.accumulators[r.number]
         if not a.shares:
             values = self.facts.plan.rows[r.row].args if a.spec.index else (r.row,)
-            acc.accumulate(self.out, a, [self.rows.ref(n) for n in values], self.overlaps)
+            acc.accumulate(self.out, a, [self.rows.ref(n) for n in values])
 
     def run(self, phase: int, bounds: Bounds | None = None) -> None:
         """One pass over the reduced axes, or over the part of them in `bounds`, up to the fold of its lanes."""
@@ -227,7 +226,7 @@ class Reducing:
         low = _range(axes[0], bounds)[0] if len(axes) == 1 else ir.Number(0)
         own = acc.own_of(self.accumulators, phase)
         starts = [acc.declare(self.out, a, low) for a in own]
-        vectors = Lanes.of(facts, phase, own) if facts.is_row and not bounds else None
+        vectors = Lanes.of(facts, phase, own) if facts.is_row else None
         if vectors is not None:
             with self.out.block(ir.Only(vectors.macro)), self.out.block(ir.Plain()):
                 lines.in_vectors(self.rows, vectors)
@@ -241,7 +240,7 @@ class Reducing:
                 self._plain(phase, own, bounds)
                 for a in own:
                     if not (facts.is_column or a.flushes):  # flushed ones are folded already
-                        acc.fold(self.out, a, low, self.overlaps)
+                        acc.fold(self.out, a, low)
 
     def _plain(self, phase: int, own: Sequence[Accumulator], bounds: Bounds) -> None:
         """The loops of a pass, which the compiler vectorises."""
@@ -256,8 +255,7 @@ class Reducing:
         elif facts.is_column:
             columns.one_row(self.rows, own, phase, loops, self.accumulate)
         else:
-            self.overlaps = bool(facts.passes[phase].folds) and lines.takes_some_twice(facts, phase)
-            lines.line(self.rows, own, phase, _range(facts.along, bounds), self.accumulate, self.overlaps)
+            lines.line(self.rows, own, phase, _range(facts.along, bounds), self.accumulate)
         for _ in around:
             self.out.close()
         flush(self.out, own, facts.is_column)

@@ -208,20 +208,14 @@ def _fills(facts: Facts, row: Row, held: Set[int]) -> bool:
     return any(v.op == "const" and v.attr not in ("0.0", "-0.0", "0", "False") for v in values)
 
 
-def stays_whole(facts: Facts, segments: Segments | None, filled: bool) -> bool:
-    """Whether the loop is better not cut into segments, but written with masks.
-
-    `filled`: what `has_fills` says.
-    """
-    if facts.vector is None:
-        return False
+def stays_whole(facts: Facts, filled: bool) -> bool:
+    """Whether a loop that has segments is better not cut, but written with masks. `filled`: what `has_fills` says."""
     masked = [r for n, r in enumerate(facts.plan.rows) if r.op == "load" and r.args and facts.is_full(n)]
-    steps = any(_step(facts, r.attr[1][0]) > 1 for r in masked)
-    if segments is None or steps:
+    if any(_step(facts, r.attr[1][0]) > 1 for r in masked):
         return False
     if filled:
-        return facts.vector.hint < (SHORT_OF_FILLS if facts.machine.masks else SHORT_OF_LOADS)
-    return facts.machine.masks and len(masked) >= MANY_LOADS and facts.vector.hint < SHORT_OF_LOADS
+        return facts.along.hint < (SHORT_OF_FILLS if facts.machine.masks else SHORT_OF_LOADS)
+    return facts.machine.masks and len(masked) >= MANY_LOADS and facts.along.hint < SHORT_OF_LOADS
 
 
 @contextmanager
