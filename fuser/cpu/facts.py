@@ -61,10 +61,11 @@ class Facts:
         return replace(self, partials=tuple(partials), bindings=replace(self.bindings, pointers=pointers))
 
     # -- the plan ------------------------------------------------------------------------------------------------------
-    @property
+    @functools.cached_property
     def machine(self) -> Machine:
-        """The machine that runs the code."""
-        return self.bindings.machine
+        """The machine that runs the code; if offsets are checked, without what takes addresses of memory."""
+        own = self.bindings.machine
+        return replace(own, lanes="", masks=False, past_cache="", prefetches=False) if self.checked else own
 
     @property
     def checked(self) -> bool:
@@ -249,7 +250,7 @@ class Facts:
         """(buffer, offset) of the loads among `rows` that are contiguous along the lanes' axis."""
         loads = [self.plan.rows[n] for n in rows if self.plan.rows[n].op == "load"]
         found = ((r.attr[0], r.attr[1][0]) for r in loads if not r.args and self.step(r.attr[1][0]) == ONE)
-        return list(dict.fromkeys(found)) if not self.checked else []
+        return list(dict.fromkeys(found))
 
     @functools.cached_property
     def streams(self) -> tuple[Store, ...]:
@@ -258,7 +259,7 @@ class Facts:
         A buffer that the kernel also reads is in the cache already and is left out. So are scatters and scans: their
         results are read again soon, or are stored in small parts.
         """
-        if self.checked or not self.machine.past_cache or self.plan.split or self.plan.ordered is not None:
+        if not self.machine.past_cache or self.plan.split or self.plan.ordered is not None:
             return ()
         if self.vector is None or self.vector.hint < STREAM_SHORTEST:
             return ()

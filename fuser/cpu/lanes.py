@@ -85,7 +85,7 @@ class Lanes:
         """
         if not facts.machine.lanes or facts.vector is None or facts.vector.hint < SHORTEST:
             return None
-        if facts.checked or facts.checks_inside or facts.plan.split or facts.staged or facts.hoisted:
+        if facts.checks_inside or facts.plan.split or facts.staged or facts.hoisted:
             return None
         found = Lanes(facts, phase, own)
         pays = found._is_plain_pass() if facts.is_row else found.heavy or filled or found._is_ragged()

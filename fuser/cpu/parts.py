@@ -24,8 +24,6 @@ static const u64 fuser_zeros[{LONGEST}] __attribute__((aligned(64))) = {{}};
 def prepared(rows: Rows, phase: int, loop: LoopRange) -> dict[int, Place]:
     """Write what precedes a loop of a pass; returns where the loop finds the prepared rows."""
     facts, out, found = rows.facts, rows.out, _draw(rows, phase, loop)
-    if facts.checked:
-        return {}
     within = facts.rows_of(phase)
     for n in within:
         if not _runs_back(facts, n):
@@ -57,7 +55,7 @@ def conditions(facts: Facts, phase: int) -> tuple[ir.Name, ...]:
 
 def is_part(facts: Facts, n: int) -> bool:
     """Whether row `n` is a load that is prepared before the loop."""
-    return not facts.checked and (_hangs_together(facts, n) or _runs_back(facts, n))
+    return _hangs_together(facts, n) or _runs_back(facts, n)
 
 
 def _hangs_together(facts: Facts, n: int) -> bool:

@@ -38,7 +38,7 @@ def prefetch_later(rows: Rows, phase: int) -> None:
     The memory would be idle between the passes over a row in the cache.
     """
     facts = rows.facts
-    if facts.checked or not facts.machine.prefetches or facts.plan.split or phase != facts.costliest_pass:
+    if not facts.machine.prefetches or facts.plan.split or phase != facts.costliest_pass:
         return
     wanted = [(s.buffer, s.address, 1) for s in facts.streams if s.phase > phase]
     if facts.kept_axes and phase > 0:
@@ -110,7 +110,7 @@ def prefetch_columns(rows: Rows, phase: int, loops: Sequence[Axis]) -> None:
 def look_ahead(rows: Rows, phase: int) -> list[str]:
     """Declare pointers to the rows that index tensors select for the next unit; returns the buffer of each."""
     facts, out, ahead = rows.facts, rows.out, list[str]()
-    if facts.checked or not facts.machine.prefetches or facts.plan.split or len(facts.kept_axes) != 1:
+    if not facts.machine.prefetches or facts.plan.split or len(facts.kept_axes) != 1:
         return []
     if phase == 0 or phase != facts.costliest_pass:
         return []
