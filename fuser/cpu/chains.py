@@ -35,7 +35,7 @@ Pass = Callable[[Scan, str, Expr, bool], Function]  # of the scan, a suffix, chu
 
 
 def chained(facts: Facts) -> Generated | None:
-    """The functions of a scan along rows, without a vector axis; None if it does not pay."""
+    """The functions of a scan along rows, without a vector axis; None if it does not pay. Extremes are `blocked`."""
     scan = Scan.of(facts)
     if scan.axis.hint < SIDE_BY_SIDE_FROM:
         return None
@@ -47,7 +47,7 @@ def in_chunks(scan: Scan, cut: bool, write: Pass) -> Generated:
     size = scan.axis.size
     chunks = minimum(floordiv(size + (LEAST_CHUNK - 1), expr(LEAST_CHUNK)), MOST_CHUNKS) if cut else expr(1)
     if not cut:
-        return Generated((write(scan, "", chunks, True),), ())
+        return Generated((write(scan, "", chunks, True),))
     total = product(a.size for a in scan.facts.kept_axes) * chunks
     scan = Scan.of(scan.facts.with_partials([Partial(f"{scan.facts.name}_p", scan.dtype, total)]))
     functions = (write(scan, "_partial", chunks, False), write(scan, "_scan", chunks, True))
@@ -55,12 +55,7 @@ def in_chunks(scan: Scan, cut: bool, write: Pass) -> Generated:
 
 
 def is_cut(scan: Scan) -> bool:
-    """Whether to cut rows into chunks: few long rows, of sums that may be reassociated, so not of float64.
-
-    Extremes, and so all scans of indices, carry no latency: they seldom change, and the branch is predicted.
-    """
-    if scan.spec.extreme:
-        return False
+    """Whether to cut rows into chunks: few long rows, of sums that may be reassociated, so not of float64."""
     facts = scan.facts
     shows = facts.dtypes[facts.plan.stores[0].buffer] is torch.float64
     return not shows and scan.axis.hint >= LONG and math.prod(a.hint for a in facts.kept_axes) < FEW_ROWS
@@ -94,7 +89,7 @@ def _pass(scan: Scan, suffix: str, chunks: Expr, stores: bool) -> Function:
 def _fills(scan: Scan) -> bool:
     """Whether the values are costly enough that a vectorised loop computes a block of them before the scan."""
     cost = sum(row_cost(scan.facts.plan.rows[n]) for n in scan.facts.passes.varying([scan.value]))
-    return cost >= FILLED_COST and not scan.spec.index
+    return cost >= FILLED_COST
 
 
 def _point(rows: Rows, scan: Scan, stores: bool) -> None:

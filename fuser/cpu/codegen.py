@@ -56,21 +56,21 @@ def _functions(facts: Facts) -> Generated:
     if plan.ordered is not None:
         return _ordered(facts)
     if not facts.checked and contraction.fits(plan):
-        return Generated((contraction.whole(facts),), ())
+        return Generated((contraction.whole(facts),))
     if plan.split:
         return split(facts)
-    return Generated((reduction.whole(facts) if facts.reduced_axes else pointwise.whole(facts),), ())
+    return Generated((reduction.whole(facts) if facts.reduced_axes else pointwise.whole(facts),))
 
 
 def _ordered(facts: Facts) -> Generated:
     """The functions of a scatter's or scan's plan."""
     assert facts.plan.ordered is not None
     if facts.plan.ordered.kind != "scan":
-        return Generated((scatter(facts),), ())
+        return Generated((scatter(facts),))
     found = None
     if facts.vector is None and len(facts.reduced_axes) == 1:
         found = blocked(facts) or chained(facts)
-    return found or Generated((scan(facts),), ())
+    return found or Generated((scan(facts),))
 
 
 def _text(text: str, *names: str) -> Helper:

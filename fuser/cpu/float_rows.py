@@ -156,14 +156,11 @@ def moved_rows(plan: KernelPlan) -> dict[int, torch.dtype]:
         if len(kinds) == 1 and (kind := kinds.pop()) in HALVES and row.attr is not _OTHER.get(kind):
             found[n] = kind
     stores = [s.row for s in plan.stores if found.get(s.row) is not dtypes[s.buffer]]
-    while unfit := [n for n in (*stores, *_unfit_rows(plan, found)) if n in found]:
+    rows = range(len(plan.rows))
+    while unfit := [n for n in (*stores, *(a for n in rows for a in _unfit(plan, n, found))) if n in found]:
         for n in unfit:
             found.pop(n, None)
     return found
-
-
-def _unfit_rows(plan: KernelPlan, found: dict[int, torch.dtype]) -> list[int]:
-    return [a for n in range(len(plan.rows)) for a in _unfit(plan, n, found)]
 
 
 def _sources(plan: KernelPlan, n: int) -> list[int]:

@@ -77,7 +77,7 @@ def _bounds(facts: Facts, mask: int) -> list[tuple[bool, ir.Value]]:
 
 
 @contextmanager
-def pieces(rows: Rows, phase: int, loop: LoopRange, narrow: bool = True) -> Iterator[None]:
+def pieces(rows: Rows, phase: int, loop: LoopRange, narrow: bool) -> Iterator[None]:
     """Around a loop of a pass, which reads float16 as float32. Float16 results are converted after it if `narrow`."""
     facts, out, found = rows.facts, rows.out, dict[int, Place]()
     length, aligned = -(-loop.length // 16) * 16, facts.machine.line_bytes  # whole vectors

@@ -216,7 +216,7 @@ class LaneLoop:
                 exact, tame = self.facts.is_exact(row.args[0], row.attr), row.args[0] in self.facts.tame
                 yield args[0] if exact else ir.Round(row.attr, args[0], tame, vector=True)
             elif row.op == "to_dtype":
-                yield _convert(self.plan.rows[row.args[0]].dtype, row.dtype, args[0])
+                yield _converted(row.dtype, args[0])
             else:
                 kind = lanes.cell_dtype(row)
                 assert kind is not None
@@ -248,9 +248,8 @@ class LaneLoop:
             self.out.add(ir.Store(dtype, self._at(ir.Name(to) + K, at), values, some, exact, tame))
 
 
-def _convert(source: torch.dtype, target: torch.dtype, value: ir.Value) -> ir.Value:
-    if source is target:
-        return value
+def _converted(target: torch.dtype, value: ir.Value) -> ir.Value:
+    """Floats as flags, or flags as floats."""
     if target is torch.bool:
         return value.differs(ir.Number(0.0, torch.float32))
     one, zero = (ir.Splat(torch.float32, ir.Number(x, torch.float32)) for x in (1.0, 0.0))

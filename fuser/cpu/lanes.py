@@ -138,23 +138,15 @@ class Lanes:
             return row.dtype is self.float
         if row.dtype not in self.types or (n in self.fresh and row.dtype is not self.float):
             return False
-        if any(self.plan.rows[a].dtype not in self.types for a in row.args):
-            return False
         if row.op == "load":
-            buffer, (address,) = row.attr
-            if n in self.facts.guarded or self.facts.dtypes[buffer] not in (*DTYPES, self.float):
-                return False
-            return self.facts.step(address) == ONE or n in self.second or (n in self.backward and not row.args)
+            return self.facts.step(row.attr[1][0]) == ONE or n in self.second or (n in self.backward and not row.args)
         if row.op == "round_to":
             return row.attr in LOW
         return (row.op == "to_dtype" and self.types is TYPES) or self.cell_dtype(row) is not None
 
     def cell_dtype(self, row: Row) -> torch.dtype | None:
         """The dtype of a row's explicit-vector cell; None if there is no cell."""
-        kinds = [self.plan.rows[a].dtype for a in row.args[row.traits.typed :]]
-        kind = kinds[0] if kinds else row.dtype
-        if any(k is not kind for k in kinds):
-            return None
+        kind = self.plan.rows[row.args[row.traits.typed]].dtype if row.args else row.dtype
         return kind if has_lanes(row.op, kind) else None
 
     def deps(self, n: int) -> Sequence[int]:

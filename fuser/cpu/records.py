@@ -47,7 +47,7 @@ class Generated:
     """The functions of one plan, in launch order, and the temporaries they share."""
 
     functions: tuple[Function, ...]
-    partials: tuple[Partial, ...]
+    partials: tuple[Partial, ...] = ()
 
 
 @dataclass(frozen=True)

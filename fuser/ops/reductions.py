@@ -14,7 +14,8 @@ from fuser.ops.table import FLOATS, ReductionRow
 Dims = tuple[int, ...]
 
 
-def _same(dtype: torch.dtype) -> torch.dtype:
+def same(dtype: torch.dtype) -> torch.dtype:
+    """The accumulator's dtype where it is the values' own."""
     return dtype
 
 
@@ -93,7 +94,7 @@ ROWS = (
         wraps="+", folder="fuser_combine_sum", atomic="tl.atomic_add",
     ),
     ReductionRow(
-        "dot", lambda x, d, k: x.sum(d, k), lambda _: 0, ADD, _same, "({0} + {1})", dtypes=FLOATS, adds=True,
+        "dot", lambda x, d, k: x.sum(d, k), lambda _: 0, ADD, same, "({0} + {1})", dtypes=FLOATS, adds=True,
         wraps="+", folder="fuser_combine_sum", contracts=True,
     ),
     ReductionRow(
@@ -101,11 +102,11 @@ ROWS = (
         folder="fuser_combine_prod",
     ),
     ReductionRow(
-        "max", lambda x, d, k: torch.amax(x, d, k), smallest, _MAX, _same, by(*_TRITON_MAX), cost=2, idempotent=True,
+        "max", lambda x, d, k: torch.amax(x, d, k), smallest, _MAX, same, by(*_TRITON_MAX), cost=2, idempotent=True,
         extreme=">", pointwise="maximum", folder="fuser_combine_max", atomic="tl.atomic_max",
     ),
     ReductionRow(
-        "min", lambda x, d, k: torch.amin(x, d, k), largest, _MIN, _same, by(*_TRITON_MIN), cost=2, idempotent=True,
+        "min", lambda x, d, k: torch.amin(x, d, k), largest, _MIN, same, by(*_TRITON_MIN), cost=2, idempotent=True,
         extreme="<", pointwise="minimum", folder="fuser_combine_min", atomic="tl.atomic_min",
     ),
     ReductionRow(
@@ -117,11 +118,11 @@ ROWS = (
         idempotent=True,
     ),
     ReductionRow(
-        "argmax", _index(torch.argmax), smallest, _replaces(">"), _same, _BETTER_MAX, NUMBERS, torch.int64, True, 4,
+        "argmax", _index(torch.argmax), smallest, _replaces(">"), same, _BETTER_MAX, NUMBERS, torch.int64, True, 4,
         overtakes=_overtakes("<=", ">"), idempotent=True, extreme=">", value="max", folder="fuser_combine_argmax",
     ),
     ReductionRow(
-        "argmin", _index(torch.argmin), largest, _replaces("<"), _same, _BETTER_MIN, NUMBERS, torch.int64, True, 4,
+        "argmin", _index(torch.argmin), largest, _replaces("<"), same, _BETTER_MIN, NUMBERS, torch.int64, True, 4,
         overtakes=_overtakes(">=", "<"), idempotent=True, extreme="<", value="min", folder="fuser_combine_argmin",
     ),
 )  # fmt: skip

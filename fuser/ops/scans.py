@@ -7,17 +7,13 @@ import math
 import torch
 
 from fuser.ops.pointwise import by
-from fuser.ops.reductions import ADD, MUL, largest, smallest
+from fuser.ops.reductions import ADD, MUL, largest, same, smallest
 from fuser.ops.table import FLOATS, ScanRow
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Eager's accumulator dtypes on the CPU."""
     return torch.float64 if dtype.is_floating_point else torch.int64
-
-
-def _same(dtype: torch.dtype) -> torch.dtype:
-    return dtype
 
 
 def _better(sign: str) -> str:
@@ -37,19 +33,19 @@ ROWS = (
         folder="fuser_combine_logaddexp",
     ),
     ScanRow(
-        "max", lambda x, d: x.cummax(d)[0], smallest, _MAX, _same, extreme=">", place="argmax", helper="max",
+        "max", lambda x, d: x.cummax(d)[0], smallest, _MAX, same, extreme=">", place="argmax", helper="max",
         folder="fuser_combine_max",
     ),
     ScanRow(
-        "min", lambda x, d: x.cummin(d)[0], largest, _MIN, _same, extreme="<", place="argmin", helper="min",
+        "min", lambda x, d: x.cummin(d)[0], largest, _MIN, same, extreme="<", place="argmin", helper="min",
         folder="fuser_combine_min",
     ),
     ScanRow(
-        "argmax", lambda x, d: x.cummax(d)[1], smallest, by(_MORE, "{1} >= {0}", "{1} >= {0}"), _same, index=True,
+        "argmax", lambda x, d: x.cummax(d)[1], smallest, by(_MORE, "{1} >= {0}", "{1} >= {0}"), same, index=True,
         extreme=">", value="max", helper="max", folder="fuser_combine_max",
     ),
     ScanRow(
-        "argmin", lambda x, d: x.cummin(d)[1], largest, by(_LESS, "{1} <= {0}", "{1} <= {0}"), _same, index=True,
+        "argmin", lambda x, d: x.cummin(d)[1], largest, by(_LESS, "{1} <= {0}", "{1} <= {0}"), same, index=True,
         extreme="<", value="min", helper="min", folder="fuser_combine_min",
     ),
 )  # fmt: skip

@@ -43,10 +43,9 @@ def _up(name: str, by: int) -> str:
     return f"FUSER_BLEND({mask}, low, v, {_lanes(width, width - by)})"
 
 
-def _scan_vector(name: str, join: str, width: int | None = None) -> str:
+def _scan_vector(name: str, join: str) -> str:
     """Statements that scan the vector `v`; `join` combines it with `w`, the lanes before."""
-    width = width or _VECTORS[name][1]
-    steps = [by for by in (1, 2, 4) if by < width]
+    steps = [by for by in (1, 2, 4) if by < _VECTORS[name][1]]
     return " ".join(f"{{ const vec w = {_up(name, by)}; v = {join}; }}" for by in steps)
 
 
