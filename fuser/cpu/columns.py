@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from fuser.cpu.accumulators import Accumulator, count_rows
 from fuser.cpu.facts import Facts
 from fuser.cpu.halves import half_loads
 from fuser.cpu.prefetches import prefetch_columns, prefetches_columns
 from fuser.cpu.prepared import prepared
-from fuser.cpu.rows import Rows
+from fuser.cpu.rows import Ends, Fold, Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import is_checked
-from fuser.scheduler.kernel_plan import Axis, Reduce
+from fuser.scheduler.kernel_plan import Axis
 
 ROWS_TOGETHER = 4  # rows of a column pass that are added before accumulators are written
 TOGETHER_COST = 16  # most operations of a row for that
-Fold = Callable[[Reduce], None]
 
 
 def one_row(rows: Rows, own: Sequence[Accumulator], phase: int, loops: Sequence[Axis], fold: Fold) -> None:
@@ -65,8 +64,7 @@ def takes_rows_together(facts: Facts, own: Sequence[Accumulator], phase: int, lo
 
 
 def rows_together(
-    rows: Rows, own: Sequence[Accumulator], phase: int, loops: Sequence[Axis], bounds: tuple[ir.Value, ir.Value],
-    fold: Fold,
+    rows: Rows, own: Sequence[Accumulator], phase: int, loops: Sequence[Axis], ends: Ends, fold: Fold
 ) -> None:  # fmt: skip
     """All rows of a block of columns, several at a time."""
     facts, out, point = rows.facts, rows.out, f"point{phase}"
@@ -74,9 +72,9 @@ def rows_together(
     with out.block(ir.Routine(point, (("const i64", "l"), ("const i64", a)))):
         out.let("i64", facts.v, ir.Name("v0") + "l")
         rows.inner(phase, fold)
-    out.var("i64", row.name, bounds[0])
+    out.var("i64", row.name, ends[0])
     for together in (ROWS_TOGETHER, 1):
-        with out.block(ir.For(row.name, None, bounds[1], ir.Number(together), whole=True)):
+        with out.block(ir.For(row.name, None, ends[1], ir.Number(together), whole=True)):
             if prefetches_columns(facts, phase, loops):
                 with out.block(ir.For(a, row, row + together)):
                     prefetch_columns(rows, phase, loops)

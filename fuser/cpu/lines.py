@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from fuser.cpu import accumulators as acc
 from fuser.cpu.accumulators import Accumulator
@@ -13,39 +13,35 @@ from fuser.cpu.lane_loops import LaneLoop
 from fuser.cpu.lanes import Lanes
 from fuser.cpu.prefetches import look_ahead, prefetch_later
 from fuser.cpu.prepared import prepared, tiles
-from fuser.cpu.rows import Rows
+from fuser.cpu.rows import Ends, Fold, Rows
 from fuser.cpu.vir import nodes as ir
-from fuser.scheduler.kernel_plan import Reduce
 
 MOST_VECTORS = 8  # most vectors of a lane array
 GROUP = 16  # float32 additions in a lane before its sum is added to a float64 total, apart from a row's last vectors
 
 
-def line(
-    rows: Rows, own: Sequence[Accumulator], phase: int, bounds: tuple[ir.Value, ir.Value],
-    fold: Callable[[Reduce], None],
-) -> None:  # fmt: skip
-    """A pass along a row over [bounds[0], bounds[1])."""
-    facts, out, v, overlaps = rows.facts, rows.out, rows.facts.v, acc.takes_some_twice(rows.facts, phase)
+def line(rows: Rows, own: Sequence[Accumulator], phase: int, ends: Ends, fold: Fold) -> None:
+    """A pass along a row over [ends[0], ends[1])."""
+    facts, out, v = rows.facts, rows.out, rows.facts.v
     if not facts.passes[phase].folds:
-        with tiles(rows, phase, *bounds) as ends, out.block(rows.simd(v, *ends)):
+        with tiles(rows, phase, *ends) as taken, out.block(rows.simd(v, *taken)):
             rows.inner(phase)
         return
     ahead = look_ahead(rows, phase)
-    numbers = ("v0", "count", "skip") if overlaps else ("v0", "count")
+    numbers = ("v0", "count", "skip") if acc.takes_some_twice(facts, phase) else ("v0", "count")
     params = [*(("auto&", f"acc{a.number}") for a in acc.flushing(own)), *(("const i64", name) for name in numbers)]
     with out.block(ir.Routine(f"pass{phase}", tuple(params))):
         for k, buffer in enumerate(ahead):
             out.add(rows.prefetch(buffer, ir.Name(f"ahead{k}") + "v0" + "q", "count"))
         if any(a.counts_turns for a in own):
-            out.let("i32", f"start{phase}", ir.Cast("i32", ir.Name("v0") - bounds[0]))
+            out.let("i32", f"start{phase}", ir.Cast("i32", ir.Name("v0") - ends[0]))
         prefetch_later(rows, phase)
         unrolled = ir.For("l", ir.Number(0), ir.Name("count"), unroll=MOST_VECTORS)
         loop = unrolled if _unrolls(facts, own, phase) else rows.simd("l", 0, "count")
         with prepared(rows, phase, rows.block()), out.block(loop):
             out.let("i64", v, ir.Name("v0") + "l")
             rows.inner(phase, fold)
-    _call_pass(rows, own, phase, bounds, overlaps)
+    _call_pass(rows, own, phase, ends)
 
 
 def in_vectors(rows: Rows, lanes: Lanes) -> None:
@@ -114,13 +110,11 @@ def _unrolls(facts: Facts, own: Sequence[Accumulator], phase: int) -> bool:
     return any(a.notes_nans for a in own) or facts.cost_of(phase) <= TOGETHER_COST
 
 
-def _call_pass(
-    rows: Rows, own: Sequence[Accumulator], phase: int, bounds: tuple[ir.Value, ir.Value], overlaps: bool
-) -> None:  # fmt: skip
+def _call_pass(rows: Rows, own: Sequence[Accumulator], phase: int, ends: Ends) -> None:
     """Call the pass for full arrays of lanes, in groups where sums are flushed; then for the tail."""
-    facts, out, (low, high), mine = rows.facts, rows.out, bounds, acc.flushing(own)
+    facts, out, (low, high), mine = rows.facts, rows.out, ends, acc.flushing(own)
     routine, p, lanes = f"pass{phase}", ir.Name(f"p{phase}"), ir.Number(facts.lanes)
-    stop = high
+    stop, taken = high, (0,) if acc.takes_some_twice(facts, phase) else ()
     out.var("i64", p.name, low)
     if mine:
         stop = ir.Name(f"stop{phase}")
@@ -129,20 +123,19 @@ def _call_pass(
         out.let("i64", "room", p + ir.Number(acc.SHORT_FLUSH) * lanes)
         out.let("i64", stop.name, ir.Select(ir.Name("room") < high, ir.Name("room"), high))
     with out.block(ir.For(p.name, None, stop, lanes, whole=True)):
-        out.do(routine, *(f"acc{a.number}" for a in mine), p, lanes, *((0,) if overlaps else ()))
+        out.do(routine, *(f"acc{a.number}" for a in mine), p, lanes, *taken)
     if mine:
         acc.close_group(out, mine)
         out.close()
-    _call_tail(rows, mine, phase, bounds, overlaps)
+    _call_tail(rows, mine, phase, ends)
     if mine and len(facts.reduced_axes) > 1:
         acc.count_group(out, mine)
 
 
-def _call_tail(
-    rows: Rows, mine: Sequence[Accumulator], phase: int, bounds: tuple[ir.Value, ir.Value], overlaps: bool
-) -> None:  # fmt: skip
+def _call_tail(rows: Rows, mine: Sequence[Accumulator], phase: int, ends: Ends) -> None:
     """Call the pass for the tail; its sums are added to those of the row."""
-    out, (low, high), lanes = rows.out, bounds, ir.Number(rows.facts.lanes)
+    out, (low, high), lanes = rows.out, ends, ir.Number(rows.facts.lanes)
+    overlaps = acc.takes_some_twice(rows.facts, phase)
     routine, p, last = f"pass{phase}", ir.Name(f"p{phase}"), ir.Name(f"last{phase}")
     sums = [a.lanes for a in mine]
     if overlaps:

@@ -21,14 +21,14 @@ from fuser.cpu.facts import Facts, size, whole_lines
 from fuser.cpu.frame import Digits, closed, each_unit, opened, units_of
 from fuser.cpu.lanes import Lanes
 from fuser.cpu.records import Function
-from fuser.cpu.rows import Rows
+from fuser.cpu.rows import Ends, Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import Expr, Sym, coefficient, expr, product
 from fuser.ops import CPP_TYPES, REDUCTIONS
 from fuser.scheduler.kernel_plan import Axis, Reduce
 from fuser.scheduler.nodes import row_cost
 
-Bounds = dict[Sym, tuple[ir.Value, ir.Value]]  # the ranges of reduced axes that a pass takes only in part
+Bounds = dict[Sym, Ends]  # the ranges of reduced axes that a pass takes only in part
 Total = Callable[[Reduce], tuple[torch.dtype, ir.Value]]  # the dtype and the value of a finished reduction
 KEEP_COST = 8  # operations from which a value is kept for a later pass rather than computed again
 KEEP_BYTES = 1 << 19  # most row-buffer bytes of one unit in the example
@@ -261,7 +261,7 @@ class Reducing:
         flush(self.out, own, facts.is_column)
 
 
-def _range(a: Axis, bounds: Bounds) -> tuple[ir.Value, ir.Value]:
+def _range(a: Axis, bounds: Bounds) -> Ends:
     return bounds.get(a.sym) or (ir.Number(0), ir.Name(f"n_{a.sym.name}"))
 
 

@@ -16,6 +16,8 @@ from fuser.ir.sizes import LOOP, Expr, expr, substitute, symbol
 from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import Reduce, Store, address_rows
 
+Ends = tuple[ir.Value, ir.Value]  # the first index of a loop, and the one after its last
+Fold = Callable[[Reduce], None]  # writes how a reduction takes its value at one point
 _ZEROS = ("0.0", "0", "False")
 
 
@@ -213,9 +215,7 @@ class Rows:
         value = self.ref(n) if n in facts.moved else ir.Encode(dtype, self.ref(n), facts.is_exact(n, dtype))
         self.out.set(self.target(s), value)
 
-    def inner(
-        self, phase: int, fold: Callable[[Reduce], None] | None = None, known: Container[int] = ()
-    ) -> None:  # fmt: skip
+    def inner(self, phase: int, fold: Fold | None = None, known: Container[int] = ()) -> None:
         """Write the body of a pass's innermost loops: rows, row buffers, stores, and `fold` for each reduction.
 
         `known`: rows that are declared before the loop.
@@ -331,4 +331,4 @@ def _names(arrays: set[int]) -> Callable[[int], ir.Value]:
     return lambda n: ir.Name(f"t{n}")["l"] if n in arrays else ir.Name(f"t{n}")
 
 
-__all__ = ["LoopRange", "Place", "Rows"]
+__all__ = ["Ends", "Fold", "LoopRange", "Place", "Rows"]
