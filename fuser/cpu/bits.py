@@ -17,7 +17,6 @@ from fuser.cpu.segments import find_edges
 from fuser.cpu.text import filled
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import indirect_rows
-from fuser.ir.sizes import ONE, expr
 from fuser.machines import Machine
 from fuser.ops import JOINING, LOGIC, TURNING
 from fuser.scheduler.kernel_plan import Store
@@ -92,7 +91,7 @@ class Bits:
     def _store_fits(self, s: Store) -> bool:
         dtype = self.facts.dtypes[s.buffer]
         same = dtype is self.facts.moved.get(s.row, self.plan.rows[s.row].dtype)
-        return same and s.row not in self.masks and dtype.itemsize == self.size and self.facts.step(s.address) == ONE
+        return same and s.row not in self.masks and dtype.itemsize == self.size and self.facts.step(s.address) == 1
 
     def _row_fits(self, n: int) -> bool:
         row = self.plan.rows[n]
@@ -102,12 +101,12 @@ class Bits:
         if not (n in self.facts.moved or row.dtype in _BYTES) or any(a in self.masks for a in data):
             return False
         if row.op == "load":
-            own = self.facts.dtypes[row.attr[0]]
+            own = self.facts.dtypes[row.buffer]
             same = own is self.facts.moved.get(n, row.dtype) and own.itemsize == self.size
-            along = self.facts.step(row.attr[1][0])
+            along = self.facts.step(row.address)
             known = not row.args or row.args[0] in self.masks or not self.facts.is_full(row.args[0])
             plain = not indirect_rows(row) and n not in self.facts.guarded and n not in self.facts.parts
-            return same and known and plain and (along == ONE or (along == expr(-1) and not row.args))
+            return same and known and plain and (along == 1 or (along == -1 and not row.args))
         if row.traits.chooses:
             return row.args[0] in self.masks or not self.facts.is_full(row.args[0])
         alike = row.dtype in _BYTES and all(self.plan.rows[a].dtype is row.dtype for a in row.args)
@@ -142,7 +141,7 @@ class Bits:
             return ir.Binary(row.traits.sign, *args) if row.traits.sign in JOINING else ~args[0]
         if row.op == "load":
             at, length = ir.Name(f"from{n}"), ir.Name("length")
-            if self.facts.step(row.attr[1][0]) != ONE:
+            if self.facts.step(row.address) != 1:
                 loaded = ir.Load(self.size, at - k, back=length - k)
             else:
                 some = ir.Name("some")

@@ -15,7 +15,7 @@ from fuser.cpu.records import Bindings, Partial
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import LOW_PRECISION, Row, is_checked
 from fuser.ir.ranges import NO_LOOPS
-from fuser.ir.sizes import INDIRECT, ONE, Expr, Sym, coefficient, product, symbols
+from fuser.ir.sizes import INDIRECT, Expr, Sym, coefficient, product, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
 from fuser.ops import CPP_TYPES
@@ -240,16 +240,20 @@ class Facts:
         return product(a.size for a in self.plan.axes) * cost
 
     # -- memory --------------------------------------------------------------------------------------------------------
-    def step(self, address: Expr) -> Expr | None:
-        """The stride of an address along the lanes' axis, in elements; None if the address has a computed index."""
+    def step(self, address: Expr) -> int | None:
+        """The stride of an address along the lanes' axis, in elements.
+
+        None if it is not a known number, or the address has a computed index.
+        """
         if self.vector is None or any(s.kind == INDIRECT for s in symbols(address)):
             return None
-        return coefficient(address, self.vector.sym)
+        found = coefficient(address, self.vector.sym)
+        return found.as_int() if found is not None else None
 
     def lines_read(self, rows: Iterable[int]) -> list[tuple[str, Expr]]:
         """(buffer, offset) of the loads among `rows` that are contiguous along the lanes' axis."""
         loads = [self.plan.rows[n] for n in rows if self.plan.rows[n].op == "load"]
-        found = ((r.attr[0], r.attr[1][0]) for r in loads if not r.args and self.step(r.attr[1][0]) == ONE)
+        found = ((r.buffer, r.address) for r in loads if not r.args and self.step(r.address) == 1)
         return list(dict.fromkeys(found))
 
     @functools.cached_property
@@ -263,9 +267,9 @@ class Facts:
             return ()
         if self.vector is None or self.vector.hint < STREAM_SHORTEST:
             return ()
-        read = {row.attr[0] for row in self.plan.rows if row.op == "load"}
+        read = {row.buffer for row in self.plan.rows if row.op == "load"}
         full = [s for s in self.plan.stores if s in self.passes.full_stores and s.buffer not in read]
-        found = tuple(s for s in full if self.step(s.address) == ONE)
+        found = tuple(s for s in full if self.step(s.address) == 1)
         return found if len(found) <= MOST_STREAMS else ()
 
     def streams_of(self, phase: int) -> list[Store]:

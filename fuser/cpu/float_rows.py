@@ -33,7 +33,7 @@ def _found(plan: KernelPlan, holds: Callable[[Row, Set[int]], bool]) -> frozense
 
 def _is_exact(plan: KernelPlan, row: Row, dtype: torch.dtype, found: Set[int]) -> bool:
     if row.op == "load":
-        return dict(plan.buffers)[row.attr[0]] is dtype
+        return dict(plan.buffers)[row.buffer] is dtype
     if row.op == "round_to":
         # The reverse does not hold: the largest float16, rounded to bfloat16, is not a float16 any more.
         narrower = dtype is torch.bfloat16 and row.attr is torch.float16
@@ -77,7 +77,7 @@ def tame_rows(plan: KernelPlan) -> frozenset[int]:
 
 def _is_tame(plan: KernelPlan, row: Row, found: Set[int]) -> bool:
     if row.op == "load":
-        return dict(plan.buffers)[row.attr[0]] is torch.bfloat16
+        return dict(plan.buffers)[row.buffer] is torch.bfloat16
     if row.op == "const":
         return True
     if row.op == "round_to":
@@ -152,7 +152,7 @@ def moved_rows(plan: KernelPlan) -> dict[int, torch.dtype]:
     for n, row in enumerate(plan.rows):
         kinds = {found.get(a) for a in _sources(plan, n)}
         if row.op == "load":
-            kinds = {dtypes[row.attr[0]]}
+            kinds = {dtypes[row.buffer]}
         if len(kinds) == 1 and (kind := kinds.pop()) in HALVES and row.attr is not _OTHER.get(kind):
             found[n] = kind
     stores = [s.row for s in plan.stores if found.get(s.row) is not dtypes[s.buffer]]

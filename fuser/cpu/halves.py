@@ -16,7 +16,7 @@ from fuser.cpu.parts import is_part
 from fuser.cpu.rows import LoopRange, Place, Rows
 from fuser.cpu.segments import FARTHEST, find_edge
 from fuser.cpu.vir import nodes as ir
-from fuser.ir.sizes import ONE, Expr
+from fuser.ir.sizes import Expr
 from fuser.scheduler.kernel_plan import Store
 
 _FAR = ir.Number(4 * FARTHEST, torch.int64)
@@ -44,14 +44,14 @@ def _reads_halves(facts: Facts, n: int) -> bool:
     if row.op != "load" or n in facts.staged or n in facts.guarded or n in facts.moved:
         return False
     if is_part(facts, n):
-        return facts.dtypes[row.attr[0]] is torch.float16
+        return facts.dtypes[row.buffer] is torch.float16
     if row.args and (n in facts.parts or not _bounds(facts, row.args[0])):
         return False
-    return _is_line(facts, row.attr[0], row.attr[1][0])
+    return _is_line(facts, row.buffer, row.address)
 
 
 def _is_line(facts: Facts, buffer: str, address: Expr) -> bool:
-    return facts.dtypes[buffer] is torch.float16 and facts.step(address) == ONE
+    return facts.dtypes[buffer] is torch.float16 and facts.step(address) == 1
 
 
 def _bounds(facts: Facts, mask: int) -> list[tuple[bool, ir.Value]]:
@@ -84,7 +84,7 @@ def pieces(rows: Rows, phase: int, loop: LoopRange, narrow: bool) -> Iterator[No
     for n in half_loads(facts, phase):
         piece, part, row = ir.Name(f"piece{n}"), rows.places.get(n), facts.plan.rows[n]
         out.scratch("float", piece.name, length, aligned=aligned)
-        at = ir.Name(f"part{n}") if part is not None else rows.address_from(loop.start, row.attr[0], row.attr[1][0])
+        at = ir.Name(f"part{n}") if part is not None else rows.address_from(loop.start, row.buffer, row.address)
         if row.args and part is None:
             _declare_bounds(rows, n, loop)
             out.add(ir.Widen(piece, at, loop.count, ir.Name(f"low{n}"), ir.Name(f"high{n}")))

@@ -229,7 +229,7 @@ class LaneLoop:
         if lanes.pairs and several:
             pairs = ir.Load(torch.bfloat16, self._at(start + K, at // 2 * 2), paired=True)
             return ir.Half(pairs, odd=bool(at % 2))
-        dtype = self.facts.dtypes[self.plan.rows[n].attr[0]]
+        dtype = self.facts.dtypes[self.plan.rows[n].buffer]
         if n in lanes.backward:
             back = lanes.width if some is None else LENGTH - K
             return ir.Load(dtype, start - K - ir.Number(at) * lanes.width, back=back)

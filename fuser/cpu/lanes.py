@@ -17,7 +17,6 @@ from fuser.cpu.facts import Facts
 from fuser.cpu.segments import find_edges
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import Row
-from fuser.ir.sizes import ONE, expr
 from fuser.ops import LOW, has_lanes
 from fuser.scheduler.kernel_plan import Store
 from fuser.scheduler.nodes import row_cost
@@ -61,10 +60,10 @@ class Lanes:
         self.inside = _inside(rows, self.rows, self.edges)
         self.loads = [n for n in self.rows if rows[n].op == "load" and n not in self.found]
         self.masked = {n for n in self.loads if rows[n].args and n not in facts.parts}
-        steps = {n: facts.step(rows[n].attr[1][0]) for n in self.loads}
-        self.backward = {n for n, step in steps.items() if step == expr(-1)}
-        self.second = {n for n, step in steps.items() if step == expr(2) and facts.dtypes[rows[n].attr[0]] in SECOND}
-        self.dtypes = {facts.dtypes[rows[n].attr[0]] for n in self.loads}
+        steps = {n: facts.step(rows[n].address) for n in self.loads}
+        self.backward = {n for n, step in steps.items() if step == -1}
+        self.second = {n for n, step in steps.items() if step == 2 and facts.dtypes[rows[n].buffer] in SECOND}
+        self.dtypes = {facts.dtypes[rows[n].buffer] for n in self.loads}
         self.dtypes |= {facts.dtypes[s.buffer] for s in self.stores}
         wide = facts.is_row and torch.float64 in {rows[n].dtype for n in self.rows}
         self.types = WIDE if wide else TYPES
@@ -128,7 +127,7 @@ class Lanes:
         dtype = self.facts.dtypes[s.buffer]
         same = (dtype is torch.bool) == (self.plan.rows[n].dtype is torch.bool)
         known = self.plan.rows[n].dtype in self.types and dtype in (*DTYPES, self.float)
-        return same and known and self.facts.step(s.address) == ONE
+        return same and known and self.facts.step(s.address) == 1
 
     def _row_fits(self, n: int) -> bool:
         row = self.plan.rows[n]
@@ -139,7 +138,7 @@ class Lanes:
         if row.dtype not in self.types or (n in self.fresh and row.dtype is not self.float):
             return False
         if row.op == "load":
-            return self.facts.step(row.attr[1][0]) == ONE or n in self.second or (n in self.backward and not row.args)
+            return self.facts.step(row.address) == 1 or n in self.second or (n in self.backward and not row.args)
         if row.op == "round_to":
             return row.attr in LOW
         return (row.op == "to_dtype" and self.types is TYPES) or self.cell_dtype(row) is not None

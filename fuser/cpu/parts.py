@@ -10,7 +10,7 @@ from __future__ import annotations
 from fuser.cpu.facts import Facts, storage_type
 from fuser.cpu.rows import LoopRange, Place, Rows
 from fuser.cpu.vir import nodes as ir
-from fuser.ir.sizes import ONE, coefficient, expr
+from fuser.ir.sizes import ONE, coefficient
 
 FEWEST_HELD = 2  # conditions from which a second loop is written for the case that all hold
 SHORTEST_DRAWN = 16  # elements of the vector axis: a call draws 32 numbers at a time
@@ -64,7 +64,7 @@ def _hangs_together(facts: Facts, n: int) -> bool:
         return False
     if n in facts.guarded or n in facts.staged or n in facts.parts:
         return False
-    if facts.vector.sym in facts.plan.varies[row.args[0]] or facts.step(row.attr[1][0]) != ONE:
+    if facts.vector.sym in facts.plan.varies[row.args[0]] or facts.step(row.address) != 1:
         return False
     return not facts.kept or not any(m in facts.kept for m in facts.passes.closure(row.args))
 
@@ -75,16 +75,16 @@ def _runs_back(facts: Facts, n: int) -> bool:
     if row.op != "load" or row.args or n in facts.guarded:
         return False
     widths = {d.itemsize for _, d in facts.plan.buffers} | {r.dtype.itemsize for r in facts.plan.rows}
-    return len(widths) > 1 and facts.step(row.attr[1][0]) == expr(-1)
+    return len(widths) > 1 and facts.step(row.address) == -1
 
 
 def open_part(rows: Rows, n: int, start: str) -> None:
     """Declare the source of the masked load `n` from `start` on: memory, or a page of zeros if its condition is
     false."""
     row = rows.plan.rows[n]
-    memory = ir.Cast("const void*", rows.address_from(start, row.attr[0], row.attr[1][0]))
+    memory = ir.Cast("const void*", rows.address_from(start, row.buffer, row.address))
     source = ir.Select(rows.ref(row.args[0]), memory, ir.Name("fuser_zeros"))
-    kind = f"{storage_type(rows.facts.dtypes[row.attr[0]])}*"
+    kind = f"{storage_type(rows.facts.dtypes[row.buffer])}*"
     rows.out.let(f"{kind} const", f"part{n}", ir.Cast(f"const {kind}", source))
 
 

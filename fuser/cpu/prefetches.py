@@ -45,12 +45,12 @@ def prefetch_later(rows: Rows, phase: int) -> None:
         unit = facts.kept_axes[-1].sym
         for n in facts.passes[0].inner:
             row = facts.plan.rows[n]
-            if row.op == "load" and not row.args and unit in symbols(row.attr[1][0]):
-                wanted.append((row.attr[0], substitute(row.attr[1][0], {unit: expr(unit) + 1}), 0))
+            if row.op == "load" and not row.args and unit in symbols(row.address):
+                wanted.append((row.buffer, substitute(row.address, {unit: expr(unit) + 1}), 0))
     if phase == 0:
         wanted += _next_pieces(facts)
     for buffer, address, write in dict.fromkeys(wanted):
-        if facts.step(address) != ONE:
+        if facts.step(address) != 1:
             continue
         at = rows.address(buffer, substitute(address, _line(facts)))
         loop = rows.prefetch(buffer, at, "count", write)
@@ -117,9 +117,9 @@ def look_ahead(rows: Rows, phase: int) -> list[str]:
     v = facts.along.sym
     for n in facts.passes[0].inner:
         row = facts.plan.rows[n]
-        if row.op != "load" or row.args or coefficient(row.attr[1][0], v) != ONE:
+        if row.op != "load" or row.args or coefficient(row.address, v) != ONE:
             continue
-        found = address_rows(row.attr[1][0])
+        found = address_rows(row.address)
         if not found or any(map(facts.is_full, found)):
             continue
         buffer, (address,) = row.attr

@@ -46,7 +46,7 @@ def decided(facts: Facts) -> Facts:
 
 def _lanes_of_rows(facts: Facts) -> int:
     """The lanes of a row nest: one register of loaded elements, or a few registers of accumulators."""
-    loads = [r.attr[0] for n, r in enumerate(facts.plan.rows) if r.op == "load" and facts.is_full(n)]
+    loads = [r.buffer for n, r in enumerate(facts.plan.rows) if r.op == "load" and facts.is_full(n)]
     machine, hint = facts.machine, facts.along.hint
     room = machine.registers * machine.vector_bytes // 4
     read = max((machine.vector_bytes // facts.dtypes[b].itemsize for b in loads), default=0)
@@ -115,7 +115,7 @@ def _is_scattered(facts: Facts, n: int) -> bool:
     row = facts.plan.rows[n]
     if row.op != "load" or not facts.is_column or facts.vector is None:
         return False
-    step = coefficient(row.attr[1][0], facts.vector.sym)
+    step = coefficient(row.address, facts.vector.sym)
     return step is None or step.as_int() not in (0, 1)
 
 

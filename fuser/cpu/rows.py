@@ -107,7 +107,7 @@ class Rows:
 
     def decoded(self, n: int, element: ir.Value) -> ir.Value:
         """The value of the load `n`, given the element."""
-        return element if n in self.facts.moved else ir.Decode(self.facts.dtypes[self.plan.rows[n].attr[0]], element)
+        return element if n in self.facts.moved else ir.Decode(self.facts.dtypes[self.plan.rows[n].buffer], element)
 
     def value(self, n: int) -> ir.Value:
         """The right-hand side of row `n`."""

@@ -19,7 +19,7 @@ from fuser.cpu.parts import LONGEST, open_part
 from fuser.cpu.rows import Place, Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import Row
-from fuser.ir.sizes import ZERO, Expr, evaluate, expr, symbols
+from fuser.ir.sizes import Expr, evaluate, expr, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import OPS
 
@@ -63,7 +63,7 @@ def find_segments(facts: Facts) -> Segments | None:
     if facts.vector is None:
         return None
     held = [r for r in facts.plan.rows if r.op == "load" and r.args]
-    most = max((_step(facts, r.attr[1][0]) for r in held), default=1)
+    most = max((_step(facts, r.address) for r in held), default=1)
     most = most if facts.vector.hint >= SHORTEST_OF_STEPS else 1
     if facts.vector.hint < SHORTEST and most < 2:
         return None
@@ -135,27 +135,26 @@ def _is_constant(facts: Facts, row: Row, rows: Sequence[int]) -> bool:
     if not row.args or not all(a in rows or not facts.is_full(a) for a in row.args):
         return False
     if row.op == "load":  # of one element; the load is constant between edges
-        return facts.step(row.attr[1][0]) == ZERO
+        return facts.step(row.address) == 0
     return row.op in OPS and row.traits.draw is None
 
 
 def _part(facts: Facts, n: int) -> ir.Value:
     """The value of a load in a segment, from its part."""
-    at, step = ir.Name(facts.v) - "from", _step(facts, facts.plan.rows[n].attr[1][0])
+    at, step = ir.Name(facts.v) - "from", _step(facts, facts.plan.rows[n].address)
     return ir.Name(f"part{n}")[at if step == 1 else ir.Number(step) * at]
 
 
 def _step(facts: Facts, address: Expr) -> int:
     """The stride of an address along the lanes' axis, if it is a known number from 1 to MOST_STEP; else 0."""
-    found = facts.step(address)
-    step = found.as_int() if found is not None else None
+    step = facts.step(address)
     return step if step is not None and 1 <= step <= MOST_STEP else 0
 
 
 def _reads_a_part(facts: Facts, row: Row, known: Set[int], most: int) -> bool:
     if row.op != "load" or not row.args or row.args[0] not in known:
         return False
-    return 1 <= _step(facts, row.attr[1][0]) <= most
+    return 1 <= _step(facts, row.address) <= most
 
 
 def find_edges(facts: Facts, most: int = 1) -> dict[int, tuple[bool, ir.Value]]:
@@ -211,7 +210,7 @@ def _fills(facts: Facts, row: Row, held: Set[int]) -> bool:
 def stays_whole(facts: Facts, filled: bool) -> bool:
     """Whether a loop that has segments is better not cut, but written with masks. `filled`: what `has_fills` says."""
     masked = [r for n, r in enumerate(facts.plan.rows) if r.op == "load" and r.args and facts.is_full(n)]
-    if any(_step(facts, r.attr[1][0]) > 1 for r in masked):
+    if any(_step(facts, r.address) > 1 for r in masked):
         return False
     if filled:
         return facts.along.hint < (SHORT_OF_FILLS if facts.machine.masks else SHORT_OF_LOADS)

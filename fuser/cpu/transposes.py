@@ -35,7 +35,7 @@ def transposed(facts: Facts) -> dict[int, Axis]:
     for n, row in enumerate(facts.plan.rows):
         if row.op != "load" or row.args or indirect_rows(row):
             continue
-        address = row.attr[1][0]
+        address = row.address
         c = coefficient(address, facts.vector.sym)
         if c is None or c.as_int() in (0, 1, -1):
             continue
@@ -62,7 +62,7 @@ def fill_tiles(rows: Rows) -> None:
     for k, n in enumerate(facts.staged):
         kind, begin = facts.kind(n), ir.value(V0)
         out.scratch(kind, f"tile{k}", TILE_ROWS * TILE_STRIDE, aligned=facts.machine.line_bytes)
-        if storage_type(facts.dtypes[facts.plan.rows[n].attr[0]]) == kind:
+        if storage_type(facts.dtypes[facts.plan.rows[n].buffer]) == kind:
             begin = _fill_blocks(rows, n, k)
         with out.block(ir.For(facts.v, begin, V1)), out.block(ir.For(facts.tiled.sym.name, R0, R1)):
             out.set(_in_tile(facts, k), rows.decoded(n, rows.element(n)))

@@ -57,6 +57,18 @@ class Row:
         """The row of the op table for this op; a row without traits for other kinds of row."""
         return OPS.get(self.op, NO_OP)
 
+    @property
+    def buffer(self) -> str:
+        """The buffer of a load."""
+        name: str = self.attr[0]
+        return name
+
+    @property
+    def address(self) -> Expr:
+        """The flat address of a load in a kernel plan."""
+        (found,) = self.attr[1]
+        return found  # type: ignore[no-any-return]
+
 
 @dataclass(frozen=True)
 class LoopBody:
