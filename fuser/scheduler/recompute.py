@@ -37,8 +37,9 @@ def recompute(
         for b in {b for n in kernel.nodes for b in n.reads if home.get(b, kernel) is not kernel}:
             readers.setdefault(b, []).append(kernel)
     changed = False
-    for b, kernels in readers.items():
-        if b not in makers:
+    for b in makers:  # in the order of execution: what is copied first decides what fits after it
+        kernels = readers.get(b, [])
+        if not kernels:
             continue
         inner, leaves = _behind(b, makers, readers)
         cost = sum(sizes[leaf][0] for k in kernels for leaf in leaves if leaf not in k.reads)
