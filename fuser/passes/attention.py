@@ -38,6 +38,7 @@ from fuser.passes.calls import (
 from fuser.passes.hints import are_numbers, depends_on_data, size_hint
 from fuser.passes.peeling import CASTS, SIXTEEN, narrowed, peeled, requires_grad, without_scale
 from fuser.passes.products import Factor, Mismatch, scores_product, weighted_product
+from fuser.passes.result_layouts import is_copied, ordered_copy
 
 _DTYPES = {torch.float32, torch.float64, *SIXTEEN}
 
@@ -377,11 +378,12 @@ def _rewrite(graph: fx.Graph, found: _Found) -> None:
         new = attention = emit(graph, F.scaled_dot_product_attention, *operands, **kwargs)
         if flat:
             new = emit(graph, torch.squeeze, new, 0)
-        moved = found.out != tuple(range(len(found.out)))
-        if moved or not _has_eager_strides(new, q) and not _is_swapped_and_copied(found.last):
+        expected = value_of(found.last)
+        assert expected is not None
+        if found.out != tuple(range(len(found.out))):
+            new = ordered_copy(graph, new, found.out, expected)
+        elif not _has_eager_strides(new, q) and not is_copied(found.last, _layouts(q)):
             new = emit(graph, torch.Tensor.contiguous, new)
-        if moved:
-            new = emit(graph, torch.permute, new, found.out)
         if found.wide:
             new = emit(graph, torch.Tensor.float, new)
     if (value := value_of(found.first)) is not None and value.dtype in SIXTEEN:
@@ -430,11 +432,11 @@ def _has_eager_strides(new: fx.Node, query: fx.Node) -> bool:
     return len(contiguous) == 2 and all(contiguous)
 
 
-def _is_swapped_and_copied(node: fx.Node) -> bool:
-    """Whether every reader transposes the result and copies it, so that its own layout is not observable."""
-    names = [u.target for user in node.users for u in user.users]
-    swaps = all(u.target in ("transpose", "permute", torch.transpose, torch.permute) for u in node.users)
-    return swaps and bool(names) and all(n in ("contiguous", "reshape", "flatten", torch.flatten) for n in names)
+def _layouts(query: fx.Node) -> list[torch.Tensor]:
+    """Tensors whose dims are in memory as those of fused attention's result may be: see `_has_eager_strides`."""
+    value = value_of(query)
+    assert value is not None
+    return [value, torch.empty_like(value.transpose(-2, -3), memory_format=torch.contiguous_format).transpose(-2, -3)]
 
 
 def _erase(inside: set[fx.Node], order: dict[fx.Node, int]) -> None:

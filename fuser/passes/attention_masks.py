@@ -19,7 +19,8 @@ from fuser.passes.constants import distinct, evaluated
 from fuser.passes.masks import HUGE, is_mask
 from fuser.passes.products import Mismatch
 
-_LIMITS = (torch.float32, torch.float64)  # dtypes in which "score + huge negative number" equals that number
+_LIMITS = (torch.float32, torch.float64)  # dtypes in which a huge negative number is added to scores
+_LARGEST_SCORE = 1e6
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,11 @@ def check(steps: list[Step], dtype: torch.dtype, low: torch.dtype | None, shape:
     """Raise Mismatch unless the steps form one tensor to add to scores of queries in `dtype`; `low` is autocast's."""
     if is_causal(steps, dtype, shape):
         return
-    fills = {s.value for s in steps if isinstance(s, Fill) and s.value != -math.inf}
-    if len(fills) > 1 and torch.is_grad_enabled():
-        raise Mismatch  # see `_with_equal_weights`
+    fills = [s for s in steps if isinstance(s, Fill) and s.value != -math.inf]
+    if torch.is_grad_enabled() and fills:  # see `_with_equal_weights`
+        added = any(isinstance(s, Bias) for s in steps[steps.index(fills[0]) :])
+        if len({s.value for s in fills}) > 1 or added and not _absorbs(fills[0].value, dtype):
+            raise Mismatch
     for i, step in enumerate(steps):
         if isinstance(step, Fill):
             _check_fill(step, dtype, low, alone=len(steps) == 1)
@@ -71,6 +74,11 @@ def _check_fill(fill: Fill, dtype: torch.dtype, low: torch.dtype | None, alone: 
         return
     if fill.value > HUGE or low is not None and fill.value < torch.finfo(low).min:
         raise Mismatch  # it would become minus infinity, and a row of such values NaN
+
+
+def _absorbs(value: float, dtype: torch.dtype) -> bool:
+    """Whether any score that is added to a number vanishes, so that rows of this number alone have equal weights."""
+    return value < -_LARGEST_SCORE / torch.finfo(dtype).eps
 
 
 def least(dtype: torch.dtype) -> float:
@@ -177,8 +185,9 @@ def arguments(graph: fx.Graph, steps: Sequence[Step], q: fx.Node, k: fx.Node) ->
     if isinstance(first, Fill) and not others and first.value != -math.inf and query.dtype not in _LIMITS:
         return _with_means(graph, first, q) if whole else (q, {"attn_mask": _filled(graph, first, query, -math.inf)})
     total = _sum(graph, steps, query)
-    if whole and torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad):
-        q, total = _with_equal_weights(graph, steps, q, total)
+    trained = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad)
+    if whole and (trained or any(isinstance(s, Fill) and not _absorbs(s.value, query.dtype) for s in steps)):
+        q, total = _with_equal_weights(graph, steps, q, total, trained)
     if whole:
         lost = emit(graph, torch.all, emit(graph, operator.eq, total, -math.inf), dim=-1, keepdim=True)
         total = emit(graph, torch.Tensor.masked_fill, total, lost, math.nan)
@@ -231,11 +240,12 @@ def _filled(
 
 
 def _with_equal_weights(
-    graph: fx.Graph, steps: Sequence[Step], q: fx.Node, total: fx.Node
+    graph: fx.Graph, steps: Sequence[Step], q: fx.Node, total: fx.Node, trained: bool
 ) -> tuple[fx.Node, fx.Node]:  # fmt: skip
-    """Queries and mask with 0 in rows that finite fills cover entirely, for training.
+    """Queries with 0 in rows that finite fills cover entirely: scores of 0, whatever is added, are the filled ones.
 
-    No gradient passes through a filled score. A fused backward recomputes weights from sums that absorb the scores.
+    If the attention is trained, the mask is 0 there, too: a fused backward recomputes weights from sums that absorb
+    the scores. No gradient passes through a filled score.
     """
     gone: fx.Node | None = None
     for step in steps:
@@ -247,7 +257,7 @@ def _with_equal_weights(
     gone = _of_rank(graph, gone, q.meta["example_value"].dim())
     lost = emit(graph, torch.all, gone, dim=-1, keepdim=True)
     fill = torch.Tensor.masked_fill
-    return emit(graph, fill, q, lost, 0.0), emit(graph, fill, total, lost, 0.0)
+    return emit(graph, fill, q, lost, 0.0), emit(graph, fill, total, lost, 0.0) if trained else total
 
 
 def _with_means(graph: fx.Graph, fill: Fill, q: fx.Node) -> tuple[fx.Node, dict[str, Any]]:

@@ -43,7 +43,7 @@ def _is_float(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
-def problem(name: str, got: Any, want: Any, exact: Any, strides: bool = True) -> str | None:
+def problem(name: str, got: Any, want: Any, exact: Any, strides: bool = True, ulps: int = ULPS) -> str | None:
     """None, or how the result `got` is worse than eager's `want`; `exact` is the same in float64."""
     if not isinstance(want, torch.Tensor):
         same = type(got) is type(want) and (got == want or got != got and want != want)
@@ -55,7 +55,7 @@ def problem(name: str, got: Any, want: Any, exact: Any, strides: bool = True) ->
         return f"{name}: strides {got.stride()} instead of {want.stride()}"
     if exact is not None and exact.shape != want.shape:
         exact = None  # its size depends on values
-    wrong = _wrong(got.detach(), want.detach(), None if exact is None else exact.detach())
+    wrong = _wrong(got.detach(), want.detach(), None if exact is None else exact.detach(), ulps)
     if not wrong.any():
         return None
     at = int(wrong.flatten().nonzero()[0])
@@ -64,7 +64,7 @@ def problem(name: str, got: Any, want: Any, exact: Any, strides: bool = True) ->
     return f"{name}: {int(wrong.sum())} of {wrong.numel()} elements, at {at} {x!r} instead of {y!r}{true}"
 
 
-def _wrong(got: torch.Tensor, want: torch.Tensor, exact: torch.Tensor | None) -> torch.Tensor:
+def _wrong(got: torch.Tensor, want: torch.Tensor, exact: torch.Tensor | None, ulps: int) -> torch.Tensor:
     """The elements that are neither eager's nor as near to the exact ones as eager's are."""
     if not want.is_floating_point():
         different = got != want
@@ -72,15 +72,15 @@ def _wrong(got: torch.Tensor, want: torch.Tensor, exact: torch.Tensor | None) ->
     x, y = got.double(), want.double()
     same = (x == y) | x.isnan() & y.isnan()
     if exact is None:
-        return ~(same | ((x - y).abs() <= ULPS * _ulp(y, want.dtype)))
+        return ~(same | ((x - y).abs() <= ulps * _ulp(y, want.dtype)))
     e = exact.double()
     finite = y.isfinite() & e.isfinite()
     distance = (y - e).abs()[finite]
     scale = e.abs()[finite].max() if finite.any() else e.new_zeros(())
-    limit = ULPS * _ulp(scale, want.dtype) + 2 * (distance.max() if finite.any() else 0)
+    limit = ulps * _ulp(scale, want.dtype) + 2 * (distance.max() if finite.any() else 0)
     near = finite & ((x - e).abs() <= limit)
     near |= ~finite & (x == e.to(want.dtype).double())  # eager overflows where the exact result does not, or both do
-    return ~(same | near | ((x - y).abs() <= ULPS * _ulp(y, want.dtype)))
+    return ~(same | near | ((x - y).abs() <= ulps * _ulp(y, want.dtype)))
 
 
 def _ulp(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
