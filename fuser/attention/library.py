@@ -120,7 +120,8 @@ def attend(
     made = _forward(causal, mask is not None, _factor(q, scale), ways.paired, second, sums)
     batch, heads, rows, width = *q.shape[:3], v.shape[3]
     shape = (batch, heads, rows, width)
-    strides = dense_strides(shape, order_like(shape, q.stride()))
+    like = torch.empty_like(q, device="meta")  # in the order of q, or row-major if dims of q are expanded
+    strides = dense_strides(shape, order_like(shape, like.stride()))
     out: torch.Tensor | None = None
     logs = q.new_empty((batch, rows, heads), dtype=torch.float32).transpose(1, 2) if sums else None
     heads_of: tuple[slice, ...] = ()

@@ -13,9 +13,11 @@ import fuser
 from fuser.attention import library, products
 from fuser.attention.library import attend, attend_backward
 from fuser.contests.records import Choice
+from fuser.cpu import attention as own
 from fuser.frontends.dynamo import compilations
 from fuser.passes import attention_providers as providers
 from fuser.passes.attention_providers import ATEN, BACKWARD, FORWARD, PARTS, ROUNDED_PARTS, WRITTEN
+from tests.attention_family import LAYOUTS
 from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -313,3 +315,20 @@ def test_files_hold_the_call_of_aten(tmp_path, monkeypatch):
     args = tuple(torch.randn(1, 2, 40, 16, dtype=torch.bfloat16) for _ in range(3))
     fuser.aot.compile(torch.export.export(Module(), args), tmp_path / "attention")
     torch.testing.assert_close(fuser.aot.load(tmp_path / "attention")(*args), Module()(*args))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 12, 16), (1, 4, 12, 16), (2, 1, 12, 16), (2, 4, 1, 16)], ids=str)
+def test_strides_of_results_are_those_of_atens_kernel(shape):
+    """A graph is traced with ATen's kernel, whichever computes."""
+    k, v = torch.randn(shape), torch.randn(shape)
+    for name, layout in LAYOUTS.items():
+        made, view = layout(torch.randn(shape))
+        q = view(made)
+        if q.stride(-1) != 1:
+            continue
+        want = FORWARD(q, k, v, 0.0, False)[0].stride()
+        results = [attend(q, k, v, False, None, None, False, False)[0]]
+        if own.why_not(q.dtype, shape[-1]) is None:
+            results.append(own.attend(q, k, v, False, None, None)[0])
+        for got in results:
+            assert all(a == b or n == 1 for a, b, n in zip(got.stride(), want, shape)), (name, got.stride(), want)
