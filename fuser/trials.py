@@ -5,8 +5,9 @@ the fallback's, the kernel moves to the fusion's handle, and costs no more than 
 fallback's result is returned, the kernel is never used again, and a reproducer is written.
 
 With `config.slowest = r` a CPU kernel is timed in the first call of each magnitude (a factor of 4 in the largest
-tensor's elements), from `LEAST` elements on: below, the call itself costs more than its work. From `MOST` on, ATen's
-temporaries might not fit into memory beside the program's. If the kernel certainly takes more than r times as long as
+tensor's elements), from `LEAST` elements on: below, the call itself costs more than its work. Results count as well as
+inputs, which may be small beside them. From `MOST` on, ATen's temporaries might not fit into memory beside the
+program's. If the kernel certainly takes more than r times as long as
 ATen (`contest`), calls of this form (dtypes, sizes, strides) go to ATen, with a reason, and the next form of that
 magnitude is timed; otherwise all later calls of the magnitude run the kernel. A kernel of a single operator gains
 nothing by fusion: it has to take less than `ALONE` of ATen's time, or else eager's own function of the operator runs
@@ -39,7 +40,7 @@ from fuser.kernel_spec import ALIGNMENT, OUT_OF_BOUNDS
 from fuser.kernel_store import FusedKernel
 from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
-from fuser.runtime import heap, launcher
+from fuser.runtime import growth, heap, launcher
 from fuser.runtime.bounds import bounds_error
 from fuser.runtime.handles import ALL_MAGNITUDES, magnitude_of
 from fuser.verify import difference
@@ -48,7 +49,8 @@ MISS = object()
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 LEAST, MOST = 4096, 1 << 25  # elements of the largest tensor: timed from the first to below the second
 ALONE = 0.97  # most of ATen's time for a kernel of a single operator
-_UNTIMED = ALL_MAGNITUDES & ~((1 << MOST.bit_length()) - (1 << LEAST.bit_length()))
+_SMALL = (1 << LEAST.bit_length()) - 1  # magnitudes of inputs
+_UNTIMED = ALL_MAGNITUDES & ~((1 << MOST.bit_length()) - 1) | _SMALL
 
 
 def form_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -108,7 +110,8 @@ class Trials:
         trial = _Trial(kernel, handle, calls, slowest)
         with self._lock:
             self._trials = [*self._trials, trial]
-        self._settle(trial, _UNTIMED if slowest else ALL_MAGNITUDES)
+        untimed = _UNTIMED & ~_SMALL if growth.may_outgrow(kernel.program) else _UNTIMED
+        self._settle(trial, untimed if slowest else ALL_MAGNITUDES)
 
     def _end(self, trial: _Trial) -> None:
         with self._lock:
@@ -125,7 +128,7 @@ class Trials:
             got = trial.handle(*self._spared(args))
             if got is MISS:
                 continue
-            reason = self._why_slow(trial, args)
+            reason = self._why_slow(trial, args, _largest(got))
             if reason is not None:
                 self._spec.store.note_fallback(reason)
                 return self._spec.fallback(*args)
@@ -148,8 +151,11 @@ class Trials:
             if trial.magnitudes == ALL_MAGNITUDES:
                 self._trials = [t for t in self._trials if t is not trial]
 
-    def _why_slow(self, trial: _Trial, args: tuple[Any, ...]) -> str | None:
-        """None if the kernel stays for calls like this one, else why the fallback runs; decided once for each form."""
+    def _why_slow(self, trial: _Trial, args: tuple[Any, ...], elements: int) -> str | None:
+        """None if the kernel stays for calls like this one, else why the fallback runs; decided once for each form.
+
+        `elements`: of the largest result.
+        """
         b = magnitude_of(args)
         form = form_of(args)
         with trial.timing:
@@ -157,6 +163,9 @@ class Trials:
                 return None
             if form in trial.refused:
                 return trial.refused[form]
+            if _SMALL >> b & 1 and elements < LEAST or elements >= MOST:
+                self._settle(trial, 3 << (b & ~1) if elements < LEAST else 0)
+                return None
             name = self._name(trial, args) if form is not None else None
             if name is not None and records.find(name, records.cpu_folder()) is not None:
                 self._settle(trial, 3 << (b & ~1))
@@ -251,6 +260,12 @@ class Trials:
         except (OSError, RuntimeError, TypeError) as e:
             hint = f"no reproducer could be written ({type(e).__name__}: {e})"
         notices.warn(f"{reason}; the fusion goes on by ATen; {hint}")
+
+
+def _largest(results: Any) -> int:
+    """The element count of the largest result."""
+    listed = results if isinstance(results, (tuple, list)) else (results,)
+    return max((r.numel() for r in listed if isinstance(r, torch.Tensor)), default=0)
 
 
 def _is_equal(a: Any, b: Any) -> bool:

@@ -453,11 +453,21 @@ def lower_repeat(ctx: LoweringContext, x: TensorBox, repeats: Ints) -> TensorBox
     full = (*(ONE,) * lead, *size)
     for r in times:
         ctx.assume("le", 0, r)
+    alone = [r != ONE and _is_single(ctx, n) for r, n in zip(times[lead:], size)]
 
     def reindex(index: Index) -> Index:
-        return tuple(i if r == ONE else i % n for i, r, n in zip(index[lead:], times[lead:], size))
+        own = zip(index[lead:], times[lead:], size, alone)
+        return tuple(ZERO if one else i if r == ONE else i % n for i, r, n, one in own)
 
     return x.viewed(tuple(ctx.canon(n * r) for n, r in zip(full, times)), reindex)
+
+
+def _is_single(ctx: LoweringContext, size: Expr) -> bool:
+    """Whether a dim has one element in every call of the kernel: a loop over it in each turn would take most time."""
+    if ctx.is_equal(size, ONE):
+        return True
+    ctx.assume("ne", size, ONE)
+    return False
 
 
 @lower("aten.repeat_interleave")

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fuser
+from fuser import interface
 from tests.backend.fused import (
     check,
     check_each,
@@ -192,3 +194,14 @@ def test_tensors_of_several_ranks_raise_as_in_eager() -> None:
     torch.testing.assert_close(handle(torch.ones(0, 3)), function(torch.ones(0, 3)))
     with pytest.raises(RuntimeError, match="same number of dimensions"):
         handle(torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("first", [1, 20])
+def test_a_repeated_dim_of_one_element_has_no_loop_of_its_own(first):
+    """A loop over one element in each turn took 20 times eager's time; other sizes have another kernel."""
+    key = fuser.register_fusion(torch.fx.symbolic_trace(lambda x: torch.ops.aten.repeat.default(x, [2, 30])))
+    for n in (first, 21 - first):
+        x = torch.randn(40, n)
+        torch.testing.assert_close(fuser.run_fusion(key, [x])[0], x.repeat(2, 30), rtol=0, atol=0)
+    kernels = interface.REGISTRY.find(key).spec.store.kernels
+    assert sorted("x0_1" in k.source for k in kernels) == [False, True]

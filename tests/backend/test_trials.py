@@ -13,7 +13,7 @@ import torch.fx
 from fuser import config, debug, fallback, fusion_handle, interface, kernel_cache, register_fusion, trials
 from fuser.contests import trial as contest
 from fuser.contests.trial import Outcome
-from fuser.runtime import launcher
+from fuser.runtime import growth, launcher
 
 
 def register(fn) -> int:
@@ -103,9 +103,38 @@ def test_a_kernel_is_timed_once_for_each_magnitude_and_form_that_it_lost(monkeyp
     assert sum(dict(interface.REGISTRY.find(key).spec.store.fallbacks).values()) == 4
 
 
+
 def test_what_is_timed():
     sizes = (1, 4095, 4096, 1 << 20, (1 << 25) - 1, 1 << 25, 1 << 40)
     assert [n for n in sizes if not trials._UNTIMED >> n.bit_length() & 1] == [4096, 1 << 20, (1 << 25) - 1]
+
+
+def test_results_that_outgrow_small_inputs_are_timed(monkeypatch):
+    held = decide(monkeypatch, lambda elements: True)
+    handle = fusion_handle(register(lambda x: x[:, None] * x.sin()))
+    for size in (10, 100, 100, 101, 11):
+        x = torch.ones(size)
+        torch.testing.assert_close(handle(x), x[:, None] * x.sin())
+    assert held == [100, 101]
+
+
+@pytest.mark.parametrize(
+    ("f", "outgrows"),
+    [
+        (lambda x, y: torch.relu(x) * y, False),
+        (lambda x, y: x.sum(1) + y.sum(), False),
+        (lambda x, y: x.view(-1) * 2, False),
+        (lambda x, y: x.repeat(1, 2) * 2, True),
+        (lambda x, y: x[:, None] * y[:1, :, None], True),
+        (lambda x, y: torch.cat([x, x]), True),
+        (lambda x, y: x.new_zeros(500, 500) + y.sum(), True),
+    ],
+)
+def test_which_results_may_outgrow_inputs(f, outgrows):
+    key = register(f)
+    fusion_handle(key)(torch.ones(30, 40), torch.ones(30, 40))
+    (kernel,) = interface.REGISTRY.find(key).spec.store.kernels
+    assert growth.may_outgrow(kernel.program) == outgrows
 
 
 def test_many_calls_at_once_go_where_each_goes_alone(monkeypatch):
