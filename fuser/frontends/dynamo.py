@@ -270,13 +270,15 @@ class _GraphCompiler:
         """AOTAutograd's function of a graph with gradients, twice differentiable, with a thin autograd node."""
         from fuser.frontends.higher_order import differentiable_twice  # processes that only infer need neither
         from fuser.frontends.thin import detaching, thin
-        from fuser.frontends.unused_results import differentiated
+        from fuser.frontends.unused_results import differentiated, reaching
 
         again, replay = self._may_run_again(steps), self._replay(steps)
         if replay is not None:
             meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
             outputs, changed = getattr(meta, "output_info", ()), getattr(meta, "mutated_inp_runtime_indices", ())
-            wrapped = differentiable_twice(wrapped, replay, outputs, changed, steps.reached, differentiated(meta))
+            gradients = differentiated(meta)
+            reached = reaching(steps.reached, steps.read, gradients)
+            wrapped = differentiable_twice(wrapped, replay, outputs, changed, reached, gradients)
         if again:
             wrapped = guarded(wrapped, self.differentiable, self.by_eager)
         if not self._may_be_thin(steps):

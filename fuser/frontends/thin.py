@@ -24,7 +24,7 @@ from fuser.frontends.functional import Compiled
 from fuser.frontends.program import Program
 from fuser.frontends.replay import Replay
 from fuser.frontends.training import Training
-from fuser.frontends.unused_results import has_gradient, leaving_none, untold_when_traced
+from fuser.frontends.unused_results import has_gradient, leaving_none, reaching, untold_when_traced
 from fuser.passes.classify import is_view
 from fuser.runtime.memory import Tally
 
@@ -97,7 +97,8 @@ class _Node:
         self.saved = [n for n in saved if _is_tensor(n)]
         self.sizes = [n for n in saved if not _is_tensor(n)]
         self.differentiated = [i for i, info in enumerate(self.meta.output_info) if has_gradient(info)]
-        self.of_some = leaving_none(self._first_backward, steps.reached, self.differentiated, self._is_by_eager)
+        reached = reaching(steps.reached, steps.read, self.differentiated)
+        self.of_some = leaving_none(self._first_backward, reached, self.differentiated, self._is_by_eager)
         made: Any = types.new_class("CompiledFunction", (made_by,))
         self.cls = made
         self.cls.forward = staticmethod(steps.under_options("forward", self._forward(forward.program)))

@@ -13,7 +13,7 @@ from torch import fx
 
 from fuser import config
 from fuser.frontends.functional import Compiled, compile_functional
-from fuser.frontends.unused_results import reached_results
+from fuser.frontends.unused_results import reached_results, read_gradients
 from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.classify import all_nodes, tensors_of
 from fuser.passes.cleanup import keep_results_apart, merge_joint
@@ -59,6 +59,7 @@ class Training:
         self.needed: frozenset[int] = frozenset()  # the inputs whose content the gradients depend on
         self.dead: frozenset[int] = frozenset()  # the inputs to which the backward gives no gradient
         self.reached: tuple[int, ...] = ()  # for each input the results that depend on it, as bits
+        self.read: tuple[int, ...] = ()  # for each input the results' gradients that its own is made of, as bits
         self.compiled: dict[str, Compiled] = {}  # by stage
         self.gains_nothing = False  # whether Dynamo's graph, with eager's backward, does the same
         self._backward: fx.GraphModule | None = None  # before its passes
@@ -138,6 +139,7 @@ class Training:
         self.cut, self.random = True, bool(random)
         written = written_inputs(joint)
         self.reached = reached_results(joint, kwargs["num_fwd_outputs"])
+        self.read = read_gradients(joint, kwargs["num_fwd_outputs"])
         with config.override(**self.options):
             self.passes += run_stage("joint_graph", joint)
         self.needed = _needed(joint, kwargs["num_fwd_outputs"])  # a batch norm's statistics are dropped from here on

@@ -8,6 +8,8 @@ leaves out what depends on these alone.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +37,31 @@ def reached_results(joint: fx.GraphModule, forward: int) -> tuple[int, ...]:
                 found[each] = found.get(each, 0) | mask
     inputs = joint.graph.find_nodes(op="placeholder")  # with the results' gradients behind them
     return tuple(found.get(p, 0) for p in inputs[: len(results) - forward])
+
+
+def read_gradients(joint: fx.GraphModule, forward: int) -> tuple[int, ...]:
+    """For each input of a joint graph, the results' gradients that its gradient is computed from, as bits by position.
+
+    A detached view may be written: then results depend on the view, and their gradients pass by it.
+    """
+    results: Any = joint.graph.output_node().args[0]
+    inputs = joint.graph.find_nodes(op="placeholder")
+    found = {p: 1 << n for n, p in enumerate(inputs[len(results) - forward :])}
+    for node in joint.graph.nodes:
+        if mask := functools.reduce(operator.or_, (found.get(a, 0) for a in node.all_input_nodes), 0):
+            found[node] = mask
+    return tuple(found.get(r, 0) if isinstance(r, fx.Node) else 0 for r in results[forward:])
+
+
+def reaching(reached: Sequence[int], read: Sequence[int], gradients: Sequence[int]) -> tuple[int, ...]:
+    """`reached_results` and `read_gradients` as one: for each input the numbers of results, as bits.
+
+    `gradients`: the numbers of the results that have gradients, in order.
+    """
+    if len(read) != len(reached) or max(read, default=0) >> len(gradients):
+        return tuple(reached)
+    numbers = [sum(1 << g for j, g in enumerate(gradients) if mask >> j & 1) for mask in read]
+    return tuple(a | b for a, b in zip(reached, numbers))
 
 
 def _is_differentiable(value: Any) -> bool:

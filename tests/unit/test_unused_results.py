@@ -101,3 +101,29 @@ def test_gradients_of_gradients_of_some_results():
     assert all(got[0] is None for got in found)
     for got in found[:2]:
         torch.testing.assert_close(got[1:], found[2][1:])
+
+
+DETACHED = {
+    "data": lambda b: b.unflatten(0, (1, -1)).data,
+    "detach": lambda b: b.detach(),
+    "of a view": lambda b: b.view(-1).detach(),
+    "part": lambda b: b.data[:1],
+    "bits": lambda b: b.view(torch.int32).view(torch.float32),
+}
+
+
+@pytest.mark.parametrize("write", [torch.relu_, torch.Tensor.zero_, lambda v: v.mul_(2)], ids=["relu", "zero", "mul"])
+@pytest.mark.parametrize("name", DETACHED)
+def test_gradients_pass_by_writes_of_detached_views(name, write):
+    def program(x, y):
+        base = x * 2
+        view = base.unflatten(0, (1, -1))
+        write(DETACHED[name](base))
+        return view, base, (view * 1).sum(), y.detach() * 2
+
+    x, y = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
+    compiled = torch.compile(program, backend="fuser")
+    for n in range(3):
+        want, got = (torch.autograd.grad(f(x, y)[n].sum(), (x, y), allow_unused=True) for f in (program, compiled))
+        assert got[1] is None and want[1] is None
+        torch.testing.assert_close(got[0], want[0])
