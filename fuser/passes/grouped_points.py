@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from fuser import config
-from fuser.errors import Unsupported
 from fuser.lazy_dataclasses import dataclass
-from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
+from fuser.passes.as_products import convolutions_to_products, is_backward, replace_gradients
+from fuser.passes.layouts import Relayout
 from fuser.passes.rounded_factors import product_rounds_no_more
 
 aten = torch.ops.aten
@@ -63,31 +61,12 @@ class Points:
 
 def grouped_points_to_products(module: fx.GraphModule) -> int:
     """On CUDA, convolutions of single points in groups, and gradients, become products, where these are faster."""
-    mode = fake_mode_of(module.graph)
-    if config.numerics == "eager" or config.is_deterministic() or config.convolution_layout == "eager" or mode is None:
-        return 0
-    if all(points_of(n) is None for n in module.graph.nodes) or not is_static(module.graph):
-        return 0
-    walk, changed = Relayout(copy_of(module.graph), mode, stored=True), 0
-    try:
-        for node in list(walk.graph.nodes):
-            p = points_of(node)
-            if p is None or not is_faster(p, node.args[0].meta["val"].device):
-                walk.follow(node)
-                continue
-            changed += 1
-            with walk.graph.inserting_before(node):
-                (_convert_gradients if p.backward else _convert)(walk, node, p)
-    except (Unsupported, RuntimeError, ValueError):
-        return 0
-    if changed:
-        module.graph = walk.graph
-    return changed
+    return convolutions_to_products(module, points_of, is_faster, _convert)
 
 
 def points_of(node: fx.Node) -> Points | None:
     """The points that a convolution or its gradients read; None for other nodes."""
-    backward = node.target is aten.convolution_backward.default
+    backward = is_backward(node)
     if node.target is not aten.convolution.default and not backward or node.kwargs:
         return None
     args: Any = node.args[1:] if backward else node.args
@@ -187,6 +166,9 @@ def _maker(walk: Relayout) -> Call:
 
 
 def _convert(walk: Relayout, node: fx.Node, p: Points) -> None:
+    if p.backward:
+        _convert_gradients(walk, node, p)
+        return
     x, weight, bias, *_ = node.args
     call = _maker(walk)
     result = _result(call, x, weight, p)
@@ -200,19 +182,12 @@ def _convert_gradients(walk: Relayout, node: fx.Node, p: Points) -> None:
     grad, x, weight, *_ = node.args
     call = _maker(walk)
     shape = weight.meta["val"].shape  # type: ignore[union-attr]
-    makers: Sequence[Callable[[], fx.Node]] = (
+    makers = (
         lambda: _gradient_of_images(call, grad, weight, p),
         lambda: _gradient_of_filters(call, grad, x, shape, p),
         lambda: call(aten.sum.dim_IntList, grad, [0, *range(2, 2 + len(p.sides))]),
     )
-    for item in list(node.users):
-        which: Any = item.args[1]
-        assert item.target is operator.getitem
-        if item.users:
-            walk.replace(item, makers[which]())
-        else:
-            walk.graph.erase_node(item)
-    walk.graph.erase_node(node)
+    replace_gradients(walk, node, makers)
 
 
 # -- the race ----------------------------------------------------------------------------------------------------------

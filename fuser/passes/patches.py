@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from fuser import config
-from fuser.errors import Unsupported
 from fuser.lazy_dataclasses import dataclass
-from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
+from fuser.passes.as_products import convolutions_to_products, is_backward, replace_gradients
+from fuser.passes.layouts import Relayout
 from fuser.passes.rounded_factors import product_rounds_no_more
 
 aten = torch.ops.aten
@@ -76,32 +74,12 @@ class Patches:
 
 def patches_to_products(module: fx.GraphModule) -> int:
     """On CUDA, convolutions of patches and their gradients become products, where these are faster."""
-    mode = fake_mode_of(module.graph)
-    if config.numerics == "eager" or config.is_deterministic() or config.convolution_layout == "eager" or mode is None:
-        return 0
-    found = [n for n in module.graph.nodes if n.target is aten.convolution.default and patches_of(n) is not None]
-    if not found or not is_static(module.graph):
-        return 0
-    walk, made, changed = Relayout(copy_of(module.graph), mode, stored=True), Patched(), 0
-    try:
-        for node in list(walk.graph.nodes):
-            patches = patches_of(node)
-            if patches is None or not is_faster(patches, _image(node).meta["val"].device):
-                walk.follow(node)
-                continue
-            changed += 1
-            with walk.graph.inserting_before(node):
-                (_convert if node.target is aten.convolution.default else _convert_gradients)(walk, node, patches, made)
-    except (Unsupported, RuntimeError, ValueError):
-        return 0
-    if changed:
-        module.graph = walk.graph
-    return changed
+    return convolutions_to_products(module, patches_of, is_faster, functools.partial(_convert, {}))
 
 
 def patches_of(node: fx.Node) -> Patches | None:
     """The patches that a convolution or its gradients read; None for other nodes."""
-    backward = node.target is aten.convolution_backward.default
+    backward = is_backward(node)
     if node.target is not aten.convolution.default and not backward or node.kwargs:
         return None
     args: Any = node.args[1:] if backward else node.args
@@ -123,10 +101,6 @@ def patches_of(node: fx.Node) -> Patches | None:
     count = tuple(s // k for s, k in zip(x.shape[2:], kernel))
     has_bias = bool(args[2]) if backward else args[2] is not None
     return Patches(x.shape[0], x.shape[1], count, kernel, weight.shape[0], x.dtype, has_bias, last)
-
-
-def _image(node: fx.Node) -> fx.Node:
-    return node.args[int(node.target is aten.convolution_backward.default)]  # type: ignore[return-value]
 
 
 # -- the graph ---------------------------------------------------------------------------------------------------------
@@ -156,7 +130,10 @@ def _matrix_of_filters(walk: Relayout, weight: fx.Node, p: Patches, made: Patche
     return made[weight]
 
 
-def _convert(walk: Relayout, node: fx.Node, p: Patches, made: Patched) -> None:
+def _convert(made: Patched, walk: Relayout, node: fx.Node, p: Patches) -> None:
+    if is_backward(node):
+        _convert_gradients(walk, node, p, made)
+        return
     x, weight, bias, *_ = node.args
     patches = _matrix_of_patches(walk, x, p, made)  # type: ignore[arg-type]
     turned = walk.call(aten.permute.default, _matrix_of_filters(walk, weight, p, made), [1, 0])  # type: ignore[arg-type]
@@ -187,15 +164,7 @@ def _convert_gradients(walk: Relayout, node: fx.Node, p: Patches, made: Patched)
         apart = walk.call(aten.view.default, product, [p.filters, *p.kernel, p.channels])
         return walk.call(aten.permute.default, apart, [0, n + 1, *range(1, n + 1)])
 
-    makers = of_images, of_filters, lambda: walk.call(aten.sum.dim_IntList, rows, [0])
-    for item in list(node.users):
-        which: Any = item.args[1]
-        assert item.target is operator.getitem
-        if item.users:
-            walk.replace(item, makers[which]())
-        else:
-            walk.graph.erase_node(item)
-    walk.graph.erase_node(node)
+    replace_gradients(walk, node, (of_images, of_filters, lambda: walk.call(aten.sum.dim_IntList, rows, [0])))
 
 
 # -- the race ----------------------------------------------------------------------------------------------------------
