@@ -290,15 +290,23 @@ def _reads_several(kernel: Kernel, memory: Memory) -> bool:
 
 
 def _columns(kernel: Kernel, memory: Memory) -> tuple[Sym | None, int]:
-    """The kept axis along which the first reduced tensor is contiguous, if any, and the tensor's bytes per element."""
+    """The kept axis along which the first reduced tensor is contiguous, if any, and the tensor's bytes per element.
+
+    Of a value that the kernel computes it is the axis of all tensors that the value is read from, if it is one.
+    """
     loads: dict[str, list[tuple[str, Expr]]] = {}
     for node, name, address in _loads(kernel, memory, {}):
         loads.setdefault(node.name, []).append((name, address))
-    for node in kernel.nodes:
-        for name, address in _from_memory(kernel, node, loads) if node.is_reduction else ():
-            if any(coefficient(address, a) != ZERO for a in kernel.reduced):
-                along = next((a for a in kernel.axes.order if coefficient(address, a) == ONE), None)
-                return along, memory.dtypes[name].itemsize
+    for node in kernel.nodes if kernel.reduced else ():
+        if not node.is_reduction:
+            continue
+        for found in (_from_memory(kernel, node, loads), loads.get(node.name, ())):
+            reduced = [(n, e) for n, e in found if any(coefficient(e, a) != ZERO for a in kernel.reduced)]
+            along = [next((a for a in kernel.axes.order if coefficient(e, a) == ONE), None) for _, e in reduced]
+            if len(set(along)) == 1:
+                return along[0], memory.dtypes[reduced[0][0]].itemsize
+        if along:
+            return along[0], memory.dtypes[reduced[0][0]].itemsize
     return None, 1
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 
 from fuser.ir.loop_body import is_checked
-from fuser.ir.sizes import Expr
+from fuser.ir.sizes import Expr, symbols
 from fuser.scheduler.fusion import Fusion, Kernel
 from fuser.scheduler.inline import MOST_ROWS, inline_buffers
 from fuser.scheduler.nodes import Node
@@ -46,7 +46,7 @@ def recompute(
         cost += sum(sizes[leaf][0] for leaf in leaves if leaf in home and leaf not in readers and leaf not in stored)
         found = [n for k in kernels for n in k.nodes if b in n.reads]
         # A reader of a part of a concatenation runs the part's operations at all its points.
-        points = max(math.prod(hint(size) for _, size in n.domain) for n in found)
+        points = max(_points(n, b, hint) for n in found)
         again = sum(n.cost() for n in inner.values()) * max(1, points // max(sizes[b][1], 1))
         if cost >= sizes[b][0] * (target.write_worth + len(kernels)) or again > target.recompute_cost:
             continue
@@ -59,6 +59,12 @@ def recompute(
                 inline_buffers(node, inner)
                 changed = True
     return changed
+
+
+def _points(node: Node, b: str, hint: Callable[[Expr], int]) -> int:
+    """At how many points a node reads `b`, the loops apart along which it reads the same element."""
+    read = {v for r in node.rows if r.op == "load" and r.attr[0] == b for e in r.attr[1] for v in symbols(e)}
+    return math.prod(hint(size) for v, size in node.domain if v in read)
 
 
 def _behind(b: str, makers: Mapping[str, Node], crossing: Collection[str]) -> tuple[dict[str, Node], set[str]]:
