@@ -12,6 +12,7 @@ from torch import fx
 from fuser import config
 from fuser.errors import Unsupported
 from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
+from fuser.passes.rounded_factors import product_rounds_no_more
 
 aten = torch.ops.aten
 Form = TypeVar("Form")
@@ -45,6 +46,20 @@ def convolutions_to_products(
     if changed:
         module.graph = walk.graph
     return changed
+
+
+def operands(node: fx.Node) -> tuple[Any, torch.Tensor, torch.Tensor] | None:
+    """The arguments of a convolution on CUDA, or of its gradients behind that of the result, its images and filters.
+
+    None for other nodes, for transposed ones, and where a product would round factors more.
+    """
+    if node.target is not aten.convolution.default and not is_backward(node) or node.kwargs:
+        return None
+    args: Any = node.args[int(is_backward(node)) :]
+    x, weight = (a.meta.get("val") for a in args[:2])
+    if x.device.type != "cuda" or x.dtype is not weight.dtype or not product_rounds_no_more(x.dtype) or args[6]:
+        return None
+    return args, x, weight
 
 
 def is_backward(node: fx.Node) -> bool:

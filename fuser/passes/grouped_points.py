@@ -21,9 +21,8 @@ import torch
 from torch import fx
 
 from fuser.lazy_dataclasses import dataclass
-from fuser.passes.as_products import convolutions_to_products, is_backward, replace_gradients
+from fuser.passes.as_products import convolutions_to_products, is_backward, operands, replace_gradients
 from fuser.passes.layouts import Relayout
-from fuser.passes.rounded_factors import product_rounds_no_more
 
 aten = torch.ops.aten
 DEVICE = "cuda"
@@ -66,22 +65,20 @@ def grouped_points_to_products(module: fx.GraphModule) -> int:
 
 def points_of(node: fx.Node) -> Points | None:
     """The points that a convolution or its gradients read; None for other nodes."""
-    backward = is_backward(node)
-    if node.target is not aten.convolution.default and not backward or node.kwargs:
+    found = operands(node)
+    if found is None:
         return None
-    args: Any = node.args[1:] if backward else node.args
-    x, weight = (a.meta.get("val") for a in args[:2])
-    stride, padding, _, transposed, _, groups = args[3:9]
-    if x.device.type != DEVICE or x.dtype is not weight.dtype or not product_rounds_no_more(x.dtype):
-        return None
+    args, x, weight = found
+    stride, padding, groups = args[3], args[4], args[8]
     sizes = (*x.shape, *weight.shape)
-    if transposed or groups == 1 or x.dim() < 3 or not all(type(s) is int and s for s in sizes):
+    if groups == 1 or x.dim() < 3 or not all(type(s) is int and s for s in sizes):
         return None
     if math.prod(weight.shape[2:]) != 1 or any(s != 1 for s in stride) or any(padding):
         return None
     channels, filters = weight.shape[1], weight.shape[0] // groups
     if channels == 1 or filters == 1:
         return None
+    backward = is_backward(node)
     images: Any = node.args[0].meta["val"] if backward else x  # type: ignore[union-attr]
     return Points(
         x.shape[0], groups, channels, filters, tuple(x.shape[2:]), x.dtype, _ends_in_channels(images), backward

@@ -19,9 +19,8 @@ import torch
 from torch import fx
 
 from fuser.lazy_dataclasses import dataclass
-from fuser.passes.as_products import convolutions_to_products, is_backward, replace_gradients
+from fuser.passes.as_products import convolutions_to_products, is_backward, operands, replace_gradients
 from fuser.passes.layouts import Relayout
-from fuser.passes.rounded_factors import product_rounds_no_more
 
 aten = torch.ops.aten
 DEVICE = "cuda"
@@ -79,15 +78,12 @@ def patches_to_products(module: fx.GraphModule) -> int:
 
 def patches_of(node: fx.Node) -> Patches | None:
     """The patches that a convolution or its gradients read; None for other nodes."""
-    backward = is_backward(node)
-    if node.target is not aten.convolution.default and not backward or node.kwargs:
+    found = operands(node)
+    if found is None:
         return None
-    args: Any = node.args[1:] if backward else node.args
-    x, weight = (a.meta.get("val") for a in args[:2])
-    stride, padding, dilation, transposed, _, groups = args[3:9]
-    if x.device.type != DEVICE or x.dtype is not weight.dtype or not product_rounds_no_more(x.dtype):
-        return None
-    if transposed or groups != 1:
+    args, x, weight = found
+    (stride, padding, dilation), groups = args[3:6], args[8]
+    if groups != 1:
         return None
     sizes, kernel = (*x.shape, *weight.shape), tuple(weight.shape[2:])
     if x.dim() not in (4, 5) or not all(type(s) is int for s in sizes) or not x.numel() or math.prod(kernel) == 1:
@@ -99,7 +95,7 @@ def patches_of(node: fx.Node) -> Patches | None:
     form = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
     last = not x.is_contiguous() and x.is_contiguous(memory_format=form)
     count = tuple(s // k for s, k in zip(x.shape[2:], kernel))
-    has_bias = bool(args[2]) if backward else args[2] is not None
+    has_bias = bool(args[2]) if is_backward(node) else args[2] is not None
     return Patches(x.shape[0], x.shape[1], count, kernel, weight.shape[0], x.dtype, has_bias, last)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import TypeVar
 
@@ -230,11 +230,18 @@ def _read_along(kernel: Kernel, matching: Matching, memory: Memory, n: Mapping[S
 def _loads(kernel: Kernel, memory: Memory, splits: Mapping[Sym, Expr]) -> Iterator[tuple[Node, str, Expr]]:
     """Each load of a kernel: its node, the tensor, and the address in the kernel's axes, which `splits` cuts."""
     for node in kernel.nodes:
-        own = kernel.maps[node.name]
-        places = {v: substitute(e, splits) for v, e in own.items()} if splits else own
-        for row in node.rows:
-            if row.op == "load" and row.attr[0] in memory.strides:
-                yield node, row.attr[0], _address(row.attr[1], memory.strides[row.attr[0]], places)
+        for name, address in _loads_of(kernel, node, memory, splits):
+            yield node, name, address
+
+
+def _loads_of(
+    kernel: Kernel, node: Node, memory: Memory, splits: Mapping[Sym, Expr]
+) -> Iterator[tuple[str, Expr]]:  # fmt: skip
+    own = kernel.maps[node.name]
+    places = {v: substitute(e, splits) for v, e in own.items()} if splits else own
+    for row in node.rows:
+        if row.op == "load" and row.attr[0] in memory.strides:
+            yield row.attr[0], _address(row.attr[1], memory.strides[row.attr[0]], places)
 
 
 def _address(index: tuple[Expr, ...], stride: tuple[Expr, ...], places: Mapping[Sym, Expr]) -> Expr:
@@ -294,35 +301,33 @@ def _columns(kernel: Kernel, memory: Memory) -> tuple[Sym | None, int]:
 
     Of a value that the kernel computes it is the axis of all tensors that the value is read from, if it is one.
     """
-    loads: dict[str, list[tuple[str, Expr]]] = {}
-    for node, name, address in _loads(kernel, memory, {}):
-        loads.setdefault(node.name, []).append((name, address))
-    for node in kernel.nodes if kernel.reduced else ():
-        if not node.is_reduction:
-            continue
-        for found in (_from_memory(kernel, node, loads), loads.get(node.name, ())):
-            reduced = [(n, e) for n, e in found if any(coefficient(e, a) != ZERO for a in kernel.reduced)]
-            along = [next((a for a in kernel.axes.order if coefficient(e, a) == ONE), None) for _, e in reduced]
-            if len(set(along)) == 1:
-                return along[0], memory.dtypes[reduced[0][0]].itemsize
-        if along:
-            return along[0], memory.dtypes[reduced[0][0]].itemsize
+
+    def reduced(loads: Iterable[tuple[str, Expr]]) -> list[tuple[str, Sym | None]]:
+        found = [(n, e) for n, e in loads if any(coefficient(e, a) != ZERO for a in kernel.reduced)]
+        return [(n, next((a for a in kernel.axes.order if coefficient(e, a) == ONE), None)) for n, e in found]
+
+    for node in kernel.nodes:
+        if node.is_reduction:
+            found = reduced(_from_memory(kernel, node, memory))
+            if len({along for _, along in found}) != 1:
+                found = reduced(_loads_of(kernel, node, memory, {}))
+            if found:
+                name, along = found[0]
+                return along, memory.dtypes[name].itemsize
     return None, 1
 
 
-def _from_memory(
-    kernel: Kernel, node: Node, loads: Mapping[str, list[tuple[str, Expr]]]
-) -> Iterator[tuple[str, Expr]]:  # fmt: skip
+def _from_memory(kernel: Kernel, node: Node, memory: Memory) -> Iterator[tuple[str, Expr]]:
     """The tensors that a node reads, and their addresses; of values that the kernel computes, what these are read from.
 
     The strides of such a value say nothing about memory: a row-major copy of channels-last images is no copy there.
     """
-    for name, address in loads.get(node.name, ()):
+    for name, address in _loads_of(kernel, node, memory, {}):
         maker = kernel.produced.get(name)
         if maker is None or maker is node:
             yield name, address
         elif not maker.is_reduction:
-            yield from _from_memory(kernel, maker, loads)
+            yield from _from_memory(kernel, maker, memory)
 
 
 def apply(kernel: Kernel, node: Node, matching: Matching) -> None:
