@@ -41,7 +41,7 @@ ELEMENTWISE = frozenset(
 READERS = frozenset(
     f"aten.{name}"
     for name in (
-        "_adaptive_avg_pool2d _adaptive_avg_pool3d _fused_rms_norm _fused_rms_norm_backward _log_softmax "
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d _fused_rms_norm _fused_rms_norm_backward _log_softmax _unsafe_index "
         "_log_softmax_backward_data _native_batch_norm_legit _native_batch_norm_legit_functional "
         "_native_batch_norm_legit_no_training _safe_softmax _softmax _softmax_backward_data all amin aminmax argmin "
         "avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward binary_cross_entropy count_nonzero huber_loss "

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fuser import config
 from fuser.passes.conv_orders import are_faster_last
@@ -41,6 +42,7 @@ _PADDED, _COLOURS = 16, 4  # bytes of a point's channels whose multiples need no
 _DECISIVE = 4  # padded channels are timed if they are at least 1 / _DECISIVE of the bytes that cuDNN turns
 _TURNED_IN = 1 << 20  # bytes that cuDNN turns in a microsecond: they are read and written at 2 TB/s
 _LEAST = 32 << 20  # bytes that a convolution reads and writes on average; with fewer, launches of copies dominate
+_KEPT = 1 << 20  # bytes of a weight's copy that is not kept for the backward
 _FEWEST = 4  # convolutions per copy from which their bytes do not matter
 
 
@@ -129,11 +131,14 @@ def _convert(walk: _Walk, node: fx.Node) -> bool:
 def _turned_weight(walk: Relayout, weight: Any) -> fx.Node:
     """A weight in channels-last memory, copied by a kernel: cuDNN's and ATen's copies take longer.
 
-    Gradients copy it again: one copy for both would be kept from the forward to the backward.
+    The backward copies a large one again: one copy for both would be kept from the forward to the backward.
     """
     if is_last(weight.meta["val"]):
         return weight  # type: ignore[no-any-return]
-    return walk.call(aten.clone.default, weight, memory_format=torch.channels_last)
+    copy = walk.call(aten.clone.default, weight, memory_format=torch.channels_last)
+    if _bytes(weight) >= _KEPT:
+        copy.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return copy
 
 
 def tensor_cores_channels_last(module: fx.GraphModule) -> int:

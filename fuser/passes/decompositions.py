@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fuser import compiler
+from fuser.passes import resizing
 from fuser.passes.classify import LIBRARY, op_name
 
 # Kept whole for ATen: their decompositions gather element by element, or replace one pass of a library by many.
@@ -33,7 +34,10 @@ def _encoder_layer(*args: Any, **kwargs: Any) -> Any:
     return encoder_layer(*args, **kwargs)
 
 
-_FAST: dict[Any, Callable[..., Any]] = {torch.ops.aten._transformer_encoder_layer_fwd.default: _encoder_layer}
+_FAST: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._transformer_encoder_layer_fwd.default: _encoder_layer,
+    **resizing.decompositions(),
+}
 FROM_OUTSIDE: dict[Any, Callable[..., Any]] = {}  # by overload; see `extending.register_decomposition`
 
 

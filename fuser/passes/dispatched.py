@@ -2,8 +2,8 @@
 
 No decomposition table reaches them: the dispatcher calls Python functions registered for autograd's key, or composite
 kernels. Resized images would become gathers for each element, up to five times as slow as ATen's kernels, and their
-gradients scatters. They stay whole on the CPU, and on CUDA if they are large or get a gradient; other ones are
-decomposed and get eager's layout. Circular pads would
+gradients scatters. They stay whole on the CPU, and on CUDA if they are large or get a gradient (see `resizing`);
+other ones are decomposed and get eager's layout. Circular pads would
 become chains of masked writes; on the CPU they become joins. A dropout that drops nothing would become a copy, where
 eager returns its input. One-hot vectors would have the strides of their indices, and 1-d pools without gradients the
 order of their input; eager's are row-major.
@@ -20,6 +20,7 @@ import torch
 
 from fuser import forks
 from fuser.lowering.corrections import suggests_channels_last
+from fuser.passes.resizing import is_large
 
 aten = torch.ops.aten
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -30,8 +31,6 @@ RESIZING = (
     "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
     "_upsample_lanczos2d_aa",
 )  # fmt: skip
-# Number of points of a result's image, per multiprocessor, from which ATen's CUDA kernel is faster.
-_PLACES = {aten.upsample_bilinear2d.default: 768, aten.upsample_bicubic2d.default: 160}
 WHOLE = ("multilabel_margin_loss_forward",)  # torch's replacement counts labels behind the end of a row
 _lock = forks.lock()
 _inside = 0
@@ -103,38 +102,23 @@ class _Resized:
     """
 
     def __init__(self, vec: Any, plain: Any, own: Callable[..., Any]) -> None:
-        self.plain, self.own = plain, own
+        self.plain, self.own, self.name = plain, own, plain.overloadpacket.__name__
         self.names = [a.name for a in vec._schema.arguments]  # input, output_size, align_corners if any, scale_factors
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         x, sizes, *rest, factors = (given[name] for name in self.names)
         has_gradient = torch.is_grad_enabled() and x.requires_grad
-        if x.device.type != "cpu" and not has_gradient and not self._is_large(x, sizes, factors):
-            made = self.own(x, sizes, *rest, factors)
+        made = sizes if factors is None else [n * factor for n, factor in zip(x.shape[2:], factors, strict=True)]
+        if x.device.type != "cpu" and not has_gradient and not is_large(self.name, x, made):
+            resized = self.own(x, sizes, *rest, factors)
             layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-            return made.contiguous(memory_format=layout) if suggests_channels_last(x) else made
+            return resized.contiguous(memory_format=layout) if suggests_channels_last(x) else resized
         if factors is None:
             return self.plain(x, sizes, *rest)
         whole: Any = torch.sym_int
         sizes = [whole(size * factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
         return self.plain(x, sizes, *rest, *factors)
-
-
-    def _is_large(self, x: torch.Tensor, sizes: Any, factors: Any) -> bool:
-        """Whether the image is large enough that ATen's CUDA kernel, with a thread per point, fills the device.
-
-        Per plane it takes 0.25 µs on an H200, and 3.2 ps per point; four gathers per element take 5.7 ps. With cubic
-        weights it takes 0.5 µs and 10 ps; sixteen gathers take 35 ps.
-        """
-        if self.plain not in _PLACES or x.device.type != "cuda" or x.dim() != 4:
-            return False
-        made = sizes if factors is None else [n * factor for n, factor in zip(x.shape[2:], factors, strict=True)]
-        if not all(type(n) in (int, float) for n in made):
-            return False
-        has_gpu = torch.cuda.is_available()
-        processors = torch.cuda.get_device_properties(x.device).multi_processor_count if has_gpu else 1
-        return bool(made[0] * made[1] >= _PLACES[self.plain] * processors)
 
 
 class _Dropped:

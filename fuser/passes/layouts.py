@@ -163,6 +163,10 @@ class Relayout:
             node.update_kwarg("memory_format", torch.channels_last)
             self._set(node, self._value(node))
             return
+        if _is_buffer_for_image(node):
+            node.update_arg(2, list(node.args[0].meta["val"].stride()))  # type: ignore[union-attr]
+            self._set(node, self._value(node))
+            return
         if _is_normed_image(node):
             self._follow_image(node)
             return
@@ -325,6 +329,20 @@ def _is_copy_of_image(node: fx.Node) -> bool:
         return False
     value: Any = node.args[0].meta.get("val")  # type: ignore[union-attr]
     return _is_image(value) and is_last(value) and not value.is_contiguous()
+
+
+def _is_buffer_for_image(node: fx.Node) -> bool:
+    """Whether a node is row-major memory for images like its argument's, which are in channels-last memory.
+
+    Autograd makes it for the gradient of what a view was written into, and copies the gradient there.
+    """
+    if node.target is not aten.new_empty_strided.default:
+        return False
+    value: Any = node.meta.get("val")
+    like: Any = node.args[0].meta.get("val")  # type: ignore[union-attr]
+    if not _is_image(value) or not _is_image(like) or value.shape != like.shape or value.dtype is not like.dtype:
+        return False
+    return value.is_contiguous() and not is_last(value) and is_last(like)
 
 
 def _is_normed_image(node: fx.Node) -> bool:

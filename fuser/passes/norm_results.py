@@ -19,9 +19,11 @@ from fuser import config, targets
 from fuser.canonical.schemas import is_pointwise
 from fuser.passes.classify import LIBRARY, after_tangents, is_read, is_view, op_name
 from fuser.passes.hints import is_contiguous, same
+from fuser.passes.rounded_factors import HALVES
 from fuser.passes.writing import Writer
 
 aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
 _NORM = "decomposed_norm"  # in the meta of a result that was decomposed: the name of its norm
 _MOST_READERS = 64  # readers of a norm's result that are searched; of more, the backward is assumed to read some
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,10 +37,38 @@ def decompose_norms(module: fx.GraphModule) -> int:
     changed = 0
     for norm in [n for n in module.graph.nodes if n.target in _SPELLED and not n.kwargs and n not in behind]:
         items = {u.args[1]: u for u in norm.users if u.target is operator.getitem}
-        if len(items) == len(norm.users) and _needed(norm, items, behind) and _is_plain(norm, items):
+        if len(items) != len(norm.users) or not _needed(norm, items, behind):
+            continue
+        if _has_rounded_statistics(norm, items):
+            norm, items = _in_float32(norm, items)
+        if _is_plain(norm, items):
             _decompose(norm, items, behind)
             changed += 1
     return changed
+
+
+def _has_rounded_statistics(norm: fx.Node, items: dict[Any, fx.Node]) -> bool:
+    """Whether a group norm gives its statistics in its own 16-bit dtype, from which no result can be repeated."""
+    if norm.target is not aten.native_group_norm.default or not {1, 2} <= items.keys():
+        return False
+    x, *others = (n.meta["val"] for n in (norm.args[0], items[0], items[1], items[2]))  # type: ignore[union-attr]
+    return x.dtype in HALVES and all(t.dtype is x.dtype for t in others) and getattr(x, "fake_mode", None) is not None
+
+
+def _in_float32(norm: fx.Node, items: dict[Any, fx.Node]) -> tuple[fx.Node, dict[Any, fx.Node]]:
+    """A norm and its results, made in float32 from the same operands; readers get rounded results as before.
+
+    A kernel computes both in the same way.
+    """
+    write = Writer(next(u for u in norm.graph.nodes if u in norm.users))
+    wide = write(norm.target, *(_wide(write, a) for a in norm.args[:3]), *norm.args[3:])
+    made = {}
+    for i, item in items.items():
+        write = Writer(item)
+        made[i] = write(operator.getitem, wide, i)
+        write.instead(write(_CONVERT, made[i], item.meta["val"].dtype))
+    norm.graph.erase_node(norm)
+    return wide, made
 
 
 def _needed(norm: fx.Node, items: dict[Any, fx.Node], behind: set[fx.Node]) -> bool:
@@ -84,7 +114,7 @@ def _decompose(norm: fx.Node, items: dict[Any, fx.Node], behind: set[fx.Node]) -
     value = normalised(write, norm.args[0], spell(write, norm, *statistics))
     made = items[0].meta["val"]
     if value.meta["val"].dtype is not made.dtype:
-        value = write(torch.ops.prims.convert_element_type.default, value, made.dtype)
+        value = write(_CONVERT, value, made.dtype)
     if not same(value.meta["val"].stride(), made.stride()):
         value = write(aten.clone.default, value, memory_format=torch.contiguous_format)
     value.meta[_NORM] = norm.name
@@ -101,7 +131,7 @@ def normalised(
     write: Writer, x: Any, operands: Sequence[Any], noted: Callable[[fx.Node], fx.Node] = lambda node: node
 ) -> fx.Node:  # fmt: skip
     """(x - mean) * rstd * weight + bias in float32, without operands that are None. `noted` is called on each step."""
-    value = _wide(write, x)
+    value: fx.Node = _wide(write, x)
     steps = (aten.sub.Tensor, aten.mul.Tensor, aten.mul.Tensor, aten.add.Tensor)
     for target, each in zip(steps, operands, strict=True):
         if each is not None:
@@ -109,10 +139,11 @@ def normalised(
     return value
 
 
-def _wide(write: Writer, node: Any) -> fx.Node:
-    if node.meta["val"].dtype is torch.float32:
-        return node  # type: ignore[no-any-return]
-    return write(torch.ops.prims.convert_element_type.default, node, torch.float32)
+def _wide(write: Writer, node: Any) -> Any:
+    """A node in float32; None for None."""
+    if node is None or node.meta["val"].dtype is torch.float32:
+        return node
+    return write(_CONVERT, node, torch.float32)
 
 
 def _layer(write: Writer, norm: fx.Node, mean: fx.Node, rstd: fx.Node) -> Sequence[Any]:
@@ -133,10 +164,18 @@ def _group(write: Writer, norm: fx.Node, mean: fx.Node, rstd: fx.Node) -> Sequen
     value, groups = x.meta["val"], norm.args[6]
     samples, channels = write.size(x, 0), value.shape[1]
 
+    each, target = channels // groups, targets.known(value.device.type)
+    by_index = value.dim() > 2 and value.stride(1) == 1 and target is not None and target.square_tiles
+
     def of_each(t: fx.Node) -> fx.Node:
         """(samples, groups) to (samples, channels, 1, …)"""
-        parts = write(aten.expand.default, write(aten.unsqueeze.default, t, 2), [samples, groups, channels // groups])
-        parts = write(aten.clone.default, parts, memory_format=torch.contiguous_format)
+        if by_index:  # as a view it would divide the channels, which tiles read side by side
+            channel = write(aten.arange.default, channels, device=value.device)
+            parts = write(aten._unsafe_index.Tensor, t, [None, write(aten.floor_divide.default, channel, each)])
+            parts.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE  # for the cut, a gather is no cheap operator
+        else:
+            parts = write(aten.expand.default, write(aten.unsqueeze.default, t, 2), [samples, groups, each])
+            parts = write(aten.clone.default, parts, memory_format=torch.contiguous_format)
         return write(aten.view.default, parts, [samples, channels, *[1] * (value.dim() - 2)])
 
     return of_each(mean), of_each(rstd), *(_of_channels(write, norm, t) for t in norm.args[1:3])

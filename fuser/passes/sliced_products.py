@@ -1,7 +1,8 @@
 """Slices of padded products on CUDA, made in parts of rows where the graph returns the slice.
 
 `aligned_products` makes the logits of 50,257 words as a slice of a product with 50,264 columns. A graph that returns
-them needs a copy of the slice, and both would be in memory at once. In parts, the padded product takes 128 MiB.
+them needs a copy of the slice, and both would be in memory at once. In parts, the padded product takes a quarter of
+that, and at most 128 MiB. 4,096 rows of 30,522 words in bfloat16 take 0.45 ms on an H200, and 0.43 at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from fuser.reasons import served_by
 
 aten = torch.ops.aten
 DEVICE = "cuda"
-PART_BYTES = 128 << 20  # of a padded product
+PART_BYTES = 128 << 20  # of a padded product, at most; smaller products are made at once
+_PARTS = 4  # at least
 _ROWS = 256  # a part has a multiple of so many rows
 
 
@@ -51,14 +53,15 @@ def _product_of(clone: fx.Node) -> fx.Node | None:
         return None
     if len(sliced.args) > 4 or value.device.type != DEVICE or not is_contiguous(clone.meta["val"]):
         return None
-    large = size_hint(value.shape[0]) * size_hint(value.shape[1]) * value.element_size() >= 2 * PART_BYTES
+    large = size_hint(value.shape[0]) * size_hint(value.shape[1]) * value.element_size() >= PART_BYTES
     return product if large else None
 
 
 def sliced_product(columns: int, x: torch.Tensor, w: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
     """The first columns of `x @ w (+ bias)`, [M, K] and [K, N] to a contiguous [M, columns]."""
     rows, whole = x.shape[0], w.shape[1]
-    part = max(PART_BYTES // (whole * x.element_size()) // _ROWS, 1) * _ROWS
+    most = min(PART_BYTES // (whole * x.element_size()), rows // _PARTS)
+    part = max(most // _ROWS, 1) * _ROWS
     out = x.new_empty(rows, columns)
     wide = x.new_empty(min(part, rows), whole)
     copy = _copy()

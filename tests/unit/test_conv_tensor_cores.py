@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch._functorch.partitioners import must_recompute
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -167,6 +168,16 @@ def group_norms(x, w, b, v):
     return aten.convolution.default(grad[0] * 2, v, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), z, grad[1]
 
 
+def written_views(x, w, b, v):
+    """What autograd records for the gradient of a tensor into whose view a program wrote."""
+    grad = conv(x, w, b).relu()
+    memory = aten.new_empty_strided.default(grad, [x.shape[0], 16, 10, 10], [1600, 100, 10, 1])
+    whole = aten.copy.default(memory, grad)
+    part = aten.slice.Tensor(whole, 1, 0, 8) * 2
+    z = aten.slice_scatter.default(whole, part, 1, 0, 8)
+    return aten.convolution.default(z, v, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+
 def parts_of_channels(x, w, b, v):
     """Slices of channels, which ATen copies for a convolution in either order, beside a convolution of volumes."""
     y = conv(x, w, b).relu()
@@ -205,6 +216,23 @@ def test_group_norms_keep_the_order_of_images():
         assert value.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_memory_for_gradients_of_written_views_is_in_the_order_of_images():
+    module = traced(written_views, *SHAPES)
+    assert tensor_cores_channels_last(module) == 2
+    for target in (aten.copy.default, aten.slice_scatter.default):
+        (value,) = kinds_of(module, target)
+        assert value.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_copies_of_large_weights_are_not_kept_for_the_backward(monkeypatch):
+    monkeypatch.setattr(conv_tensor_cores, "_KEPT", 16 * 16 * 9 * 2)
+    module = traced(two, *SHAPES)
+    assert tensor_cores_channels_last(module) == 2
+    copies = {n.args[0].name: n for n in module.graph.nodes if n.target is aten.clone.default}
+    again = {name: must_recompute(copy) for name, copy in copies.items() if name in ("w_1", "v_1")}
+    assert again == {"w_1": False, "v_1": True}
+
+
 def test_copies_that_aten_makes_anyway_do_not_count(monkeypatch):
     """Nine convolutions and eight copies of slices would be too many copies otherwise."""
     monkeypatch.setattr(conv_tensor_cores, "_LEAST", 1 << 20)
@@ -222,7 +250,7 @@ def test_operators_that_refuse_strides_get_their_own():
 
 CONVERTED = {
     resized: 2, row_major_copy: 2, group_norms: 2, parts_of_channels: 9, pieces: 1, pools: 2, epilogue: 1, two: 2,
-    block: 2, upwards: 1, normalised: 1, gradients: 2,
+    block: 2, upwards: 1, normalised: 1, gradients: 2, written_views: 2,
 }  # fmt: skip
 
 
@@ -256,7 +284,7 @@ def traced_of_any_batch(f, *shapes):
         return make_fx(f)(*(torch.empty(s, device="cuda", dtype=torch.bfloat16) for s in sizes)), env
 
 
-OF_ANY_BATCH = [f for f in CONVERTED if f not in (pieces, pools, row_major_copy, group_norms)]
+OF_ANY_BATCH = [f for f in CONVERTED if f not in (pieces, pools, row_major_copy, group_norms, written_views)]
 
 
 @pytest.mark.parametrize("f", OF_ANY_BATCH, ids=lambda f: f.__name__)

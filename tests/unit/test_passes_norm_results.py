@@ -81,6 +81,29 @@ def test_the_backward_sees_the_bits_of_the_forward(name):
     torch.testing.assert_close(gradients(loss, [w, *own]), want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_group_norms_in_16_bits_are_computed_from_statistics_in_float32(layout):
+    """ATen rounds their statistics to 16 bits. The backward sees the bits of the forward: x / max has its gradient."""
+    image = torch.randn(2, 8, 16, 16).to(torch.bfloat16).contiguous(memory_format=layout)
+    w = torch.randn(32, 8, 3, 3, dtype=torch.bfloat16, requires_grad=True)
+    own = [torch.rand(32, dtype=torch.bfloat16).requires_grad_() for _ in range(2)]
+
+    def f():
+        y = F.group_norm(F.conv2d(image, w, padding=1), 4, *own)
+        return (F.silu(y) + y / y.abs().amax(1, keepdim=True)).float().square().sum()
+
+    def exact():
+        wide = [t.detach().double().requires_grad_() for t in (w, *own)]
+        y = F.group_norm(F.conv2d(image.double(), wide[0], padding=1), 4, *wide[1:])
+        return torch.autograd.grad((F.silu(y) + y / y.abs().amax(1, keepdim=True)).square().sum(), wide)
+
+    loss = torch.compile(f, backend=fuser_backend)
+    got, eager = (torch.autograd.grad(g(), [w, *own]) for g in (loss, f))
+    for found, theirs, right in zip(got, eager, exact(), strict=True):
+        assert (found - right).norm() <= 2 * (theirs - right).norm() + 1e-9
+    assert changed() == 1 and saved_elements(loss, [image, w, *own]) < 2 * 2 * 32 * 256
+
+
 def test_a_result_stays():
     norm, own = NORMS["layer"]
     x, w = torch.randn(64, 32), torch.randn(128, 32, requires_grad=True)

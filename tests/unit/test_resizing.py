@@ -1,0 +1,60 @@
+"""Gradients of resized images by gathers: the sums that autograd adds, of every element's readers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fuser.passes import resizing
+
+MODES = {"linear": 1, "bilinear": 2, "trilinear": 3, "bicubic": 2}
+SIZES = tuple(itertools.product((1, 2, 5, 9), (1, 3, 5, 8, 17), (False, True), (None, 0.7, 1.5)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients(mode):
+    dims, of_size = MODES[mode], {}
+    for source, made, corners, factor in SIZES:
+        shape = [source + d for d in range(dims)]
+        if mode == "trilinear" and source * made > 40 or factor and made != 5:
+            continue
+        x = torch.randn(2, 3, *shape, dtype=torch.float64, requires_grad=True)
+        size = None if factor else [made + d for d in range(dims)]
+        if factor and not all(int(n * factor) for n in shape):
+            continue
+        y = F.interpolate(x, size, factor, mode=mode, align_corners=corners)
+        found = grad = torch.randn_like(y)
+        (want,) = torch.autograd.grad(y, x, grad)
+        for d in range(dims):
+            axis = resizing._Axis(shape[d], y.shape[2 + d], corners, factor, mode == "bicubic")
+            found = axis.gradient(found, d - dims)
+        torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-11)
+        of_size[source, made] = axis.readers
+    assert max(of_size.values()) > 8
+
+
+def test_a_number_that_is_none_stays_where_it_is():
+    """Products with zeros would spread it over the row."""
+    grad = torch.zeros(1, 1, 32, dtype=torch.float64)
+    grad[..., 20] = torch.nan
+    found = resizing._Axis(16, 32, False, None, True).gradient(grad, -1)
+    assert found.isnan().sum() == 4
+
+
+@pytest.mark.parametrize("name", ["upsample_bicubic2d"])
+def test_few_points_on_cuda_alone_are_decomposed(name, monkeypatch):
+    monkeypatch.setattr(resizing, "is_large", lambda name, x, made: made[0] > 100)
+    for size, device, is_taken in ((8, "cuda", True), (8, "cpu", False), (128, "cuda", False)):
+        with FakeTensorMode():
+            x = torch.empty(1, 4, 10, 10, device=device, dtype=torch.bfloat16)
+            made = resizing._resized(name, x, [size, size], False, None, None)
+            grad = torch.empty(1, 4, size, size, device=device, dtype=torch.bfloat16)
+            found = resizing._gradient(name, grad, [size, size], list(x.shape), False, None, None)
+        assert (made is NotImplemented) is (found is NotImplemented) is (not is_taken)
+        if is_taken:
+            assert made.shape == grad.shape and made.dtype is found.dtype is x.dtype
+            assert found.shape == x.shape and found.is_contiguous()
