@@ -122,7 +122,7 @@ def _twin(x: fx.Node, value: fx.Node, at: _Seen) -> Any:
     Kernels write no tensors with gaps, so a kernel's result would be copied into the part.
     """
     old: Any = value.args[0] if value.args else None
-    if is_view(value.target) or is_dense(at.value) or base_of(old) is not x:
+    if is_view(value.target) or is_dense(at.value) or base_of(old) is not x or not _is_plain(old):  # a list of pieces
         return None
     if _geometry(old.meta["val"]) != _geometry(at.value):
         return None

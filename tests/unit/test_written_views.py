@@ -93,6 +93,31 @@ def test_a_scatter_is_made_in_place(view):
     assert "aten.copy_" not in on_aten()
 
 
+PIECES = {
+    "split": lambda x: x.split(2)[0],
+    "sizes": lambda x: x.split([1, 3], 1)[1],
+    "chunk": lambda x: x.chunk(2, -1)[1],
+    "tensor_split": lambda x: x.tensor_split(2)[1],
+    "unbind": lambda x: x.unbind(1)[0],
+}
+
+
+@pytest.mark.sampled(2, also=("split",))
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_of_a_list_are_written(name):
+    """By a copy of themselves, whose source is a list in the graph: the other elements of the input stay."""
+
+    def program(x):
+        v = PIECES[name](x)
+        v.copy_(v)
+        return x, v
+
+    x = torch.randn(4, 6).t()
+    copy = x.clone()
+    got, want = torch.compile(program, backend="fuser", dynamic=True)(x), program(copy)
+    torch.testing.assert_close((got, x), (want, copy))
+
+
 def test_paged_cache():
     """Keys of new tokens into slots of a cache of blocks, as inference servers keep it."""
 
