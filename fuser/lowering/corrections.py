@@ -158,6 +158,12 @@ def _contiguous(meta: Any, device: str, *args: Any) -> Any:
     return torch.empty(meta.shape, dtype=meta.dtype, device="meta") if isinstance(meta, torch.Tensor) else meta
 
 
+def _any_all(meta: Any, device: str, x: torch.Tensor, dims: Any = None, *args: Any) -> Any:
+    """Of no dims the shape function gives the input's strides; eager's kernels allocate row-major results."""
+    is_of_none = dims is not None and not isinstance(dims, int) and not dims
+    return _contiguous(meta, device) if is_of_none else meta
+
+
 def _log_sigmoid(meta: Any, device: str, x: torch.Tensor) -> Any:
     """The CPU's kernel returns contiguous results for any layout of its argument."""
     if device != "cpu":
@@ -350,6 +356,8 @@ _LAYOUTS = (
 CORRECTIONS: dict[str, Callable[..., Any]] = {
     **{f"aten.{name}": rule for rule, names in _LAYOUTS for name in names.split()},
     "aten.pow": _pow,
+    "aten.any": _any_all,
+    "aten.all": _any_all,
     "aten.binary_cross_entropy_with_logits": _of_target,
     "aten.complex": _of_parts,
     "aten.frexp": _all_as_first,

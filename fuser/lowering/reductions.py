@@ -177,10 +177,12 @@ def lower_trace(ctx: LoweringContext, x: TensorBox) -> TensorBox:
 # -- any, all ----------------------------------------------------------------------------------------------------------
 @lower("aten.any", "aten.all", decisive=EVERY)
 def lower_any_all(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False) -> TensorBox:
-    """Whether any element, or every one, is not zero."""
+    """Whether any element, or every one, is not zero. Of no dims: each element by itself, unlike other reductions."""
     kind, order = ctx.op.removeprefix("aten."), ctx.order_of_meta()
-    out = reduce(ctx, kind, x, dims, keepdim, torch.bool, compute=torch.bool, order=order)
     dtype = result_dtype(ctx)  # uint8 for uint8
+    if dims is not None and not isinstance(dims, int) and not dims:
+        return elementwise(ctx, [x], lambda v: ops.to_dtype(v, dtype), dtype, compute=torch.bool)
+    out = reduce(ctx, kind, x, dims, keepdim, torch.bool, compute=torch.bool, order=order)
     return out if dtype is torch.bool else elementwise(ctx, [out], lambda v: ops.to_dtype(v, dtype), dtype)
 
 

@@ -109,6 +109,17 @@ def test_floats(dtype):
     check_all(count(OF_FLOATS), list(OF_FLOATS.values()), whole(dtype, 3, 7, 37), slack=slack, floor=True)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.uint8), ids=str)
+def test_no_dims(dtype):
+    """Any and all leave each element by itself, other reductions take all elements."""
+    names = ["any", "all", "sum", "nansum", "amax", "count_nonzero"] + ["mean", "std"] * dtype.is_floating_point
+    functions = [lambda x, f=getattr(torch, n): f(x, dim=()) for n in names]
+    x = whole(dtype, 2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    check_all(names, functions, x, floor=8.0)
+    got = fused(graph_of(functions, 1), [x])
+    assert [t.stride() for t in got] == [f(x).stride() for f in functions]
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [(300_000,), (3, 100_001), (60_000, 5), (7, 257, 65), (1, 1, 1)], ids=str)
 def test_sizes(size):
