@@ -25,6 +25,7 @@ _POOLS = "aten.max_pool2d_with_indices aten.max_pool3d_with_indices"
 JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("functional_random", functional_random),
     Pass("split_foreach", later("foreach", "split_foreach"), calls="aten._foreach_*"),
+    Pass("diagonals_by_name", later("diagonals", "diagonals_by_name"), calls="aten.as_strided aten.as_strided_scatter"),
     Pass("complex_by_parts", later("complex_numbers", "complex_by_parts"), calls=_COMPLEX),
     Pass("drop_single_blocks", later("flex_attention", "drop_single_blocks"), calls=_FLEX),
     Pass("bound_attention", later("attention_reach", "bound_attention"), calls=_ATTENTION),

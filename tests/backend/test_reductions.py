@@ -113,7 +113,7 @@ def test_floats(dtype):
 def test_no_dims(dtype):
     """Any and all leave each element by itself, other reductions take all elements."""
     names = ["any", "all", "sum", "nansum", "amax", "count_nonzero"] + ["mean", "std"] * dtype.is_floating_point
-    functions = [lambda x, f=getattr(torch, n): f(x, dim=()) for n in names]
+    functions: list[Any] = [lambda x, n=n: getattr(torch, n)(x, dim=()) for n in names]
     x = whole(dtype, 2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     check_all(names, functions, x, floor=8.0)
     got = fused(graph_of(functions, 1), [x])
