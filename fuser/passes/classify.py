@@ -130,10 +130,16 @@ def is_view(target: Any) -> bool:
 
 
 def base_of(value: Any) -> Any:
-    """The tensor of which a node is a view, through chains of views, or the node itself."""
-    while isinstance(value, fx.Node) and is_view(value.target) and value.args and isinstance(value.args[0], fx.Node):
+    """The tensor of which a node is a view, through chains of views and lists of them, or the node itself."""
+    while isinstance(value, fx.Node) and value.args and isinstance(value.args[0], fx.Node) and views_first(value):
         value = value.args[0]
     return value
+
+
+def views_first(node: fx.Node) -> bool:
+    """Whether a node is a view, or a list of views, of its first argument, or a piece taken from such a list."""
+    made: Any = node.args[0] if node.target is operator.getitem else node
+    return isinstance(made, fx.Node) and is_view(made.target)
 
 
 def is_mutable(node: fx.Node) -> bool:
@@ -147,7 +153,7 @@ def is_read(node: fx.Node, by: Callable[[fx.Node], bool]) -> bool:
     for n in found:
         if any(map(by, n.users)):
             return True
-        found += [u for u in n.users if is_view(u.target) and u not in found]
+        found += [u for u in n.users if views_first(u) and u not in found]
     return False
 
 
@@ -344,7 +350,7 @@ def _is_read_by_place(node: fx.Node) -> bool:
 def _viewed(reader: fx.Node) -> Any:
     """The tensor of which a call's first argument is a view."""
     source: Any = reader.args[0]
-    while source.op == "call_function" and is_view(source.target):
+    while source.op == "call_function" and views_first(source):
         source = source.args[0]
     return source
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fuser import targets
-from fuser.passes.classify import after_tangents, is_view
+from fuser.passes.classify import after_tangents, views_first
 from fuser.passes.hints import same
 from fuser.passes.writing import Writer
 
@@ -36,11 +36,11 @@ def kinks_by_masks(module: fx.GraphModule) -> int:
 
 def _is_read(value: Any, behind: set[fx.Node]) -> bool:
     """Whether the backward reads the value, or a view of it, for more than masks."""
-    while is_view(value.target):
+    while value.op == "call_function" and views_first(value):
         value = value.args[0]
     known = [value]
     for n in known:
-        views = [u for u in n.users if is_view(u.target) and u not in behind]
+        views = [u for u in n.users if views_first(u) and u not in behind]
         if any(u in behind and u.target not in _SPELLED for u in n.users):
             return True
         known += [u for u in views if u not in known]

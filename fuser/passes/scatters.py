@@ -15,7 +15,7 @@ from torch import fx
 
 from fuser.canonical.mutation import in_place_twin
 from fuser.kernel_spec import memory_order
-from fuser.passes.classify import MARK, is_view, is_write_back, op_name
+from fuser.passes.classify import MARK, is_view, is_write_back, op_name, views_first
 from fuser.passes.cleanup import reaches_output
 from fuser.passes.hints import numel_hint
 
@@ -166,7 +166,7 @@ def _views(node: fx.Node) -> set[fx.Node]:
     stack = [node]
     while stack:
         for user in stack.pop().users:
-            if user not in found and is_view(user.target):
+            if user not in found and views_first(user):
                 found.add(user)
                 stack.append(user)
     return found

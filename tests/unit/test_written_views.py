@@ -118,6 +118,42 @@ def test_pieces_of_a_list_are_written(name):
     torch.testing.assert_close((got, x), (want, copy))
 
 
+def _half(x):
+    return x.chunk(2)[1]
+
+
+# Of an input x that is written later: a piece of it is written into y, or read by a kernel that reads the new content.
+READ_PIECES = {
+    "rows": lambda x, y: (y[1:].copy_(_half(x)[1:]), x.mul_(2)),
+    "transposed": lambda x, y: (y.t().copy_(_half(x).t()), x.mul_(2)),
+    "product": lambda x, y: (y.t().mul_(_half(x).t()), x.t().mul_(2)),
+    "a place": lambda x, y: (y.t()[:, 0].copy_(_half(x)[0]), x.mul_(2)),
+    "places": lambda x, y: (y.view(-1).index_put_((PLACES,), _half(x)[0, :2]), x.mul_(2)),
+    "a list": lambda x, y: (y.t().copy_(x.unbind(0)[1][:, None]), x.mul_(2)),
+    "kernel": lambda x, y: (s := _half(x).sin(), x.__setitem__(PLACES, 7.0), y.copy_(s + x.sum())),
+    "two pieces": lambda x, y: (s := x.split(3)[0].exp(), x.split(3)[1].mul_(s), y.copy_(x[:3] + s)),
+}
+
+
+@pytest.mark.sampled(3, also=("transposed",))
+@pytest.mark.parametrize("name", READ_PIECES)
+def test_pieces_of_a_list_are_read_before_their_tensor_is_written(name):
+    """With symbolic sizes a piece is an item of a list in the graph, not a view of the input."""
+
+    def program(x, y):
+        READ_PIECES[name](x, y)
+        return y[0]
+
+    compiled = torch.compile(program, backend="fuser", dynamic=True)
+    for wide in (False, True):
+        x, y = torch.randn(6, 8), torch.randn(8, 3).t() if wide else torch.randn(3, 8)
+        if name == "places" and wide:
+            continue
+        copies = x.clone(), y.clone()
+        got, want = compiled(x, y), program(*copies)
+        torch.testing.assert_close((got, x, y), (want, *copies))
+
+
 def test_paged_cache():
     """Keys of new tokens into slots of a cache of blocks, as inference servers keep it."""
 
