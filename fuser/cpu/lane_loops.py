@@ -69,10 +69,21 @@ class LaneLoop:
             return
         self.whole(lanes.vectors, LENGTH)
         if lanes.vectors > 1 and hint < SHORT and len(lanes.rows) < MANY_ROWS:
-            self.whole(1, LENGTH)
+            if lanes.may_repeat:
+                self._rest_again()
+            else:
+                self.whole(1, LENGTH)
         with self.out.block(ir.For("k", None, LENGTH, lanes.width)):
             self._mask_of_rest()
             self._body(1, SOME)
+
+    def _rest_again(self) -> None:
+        """Single vectors for the rest of a row that fills one; the last takes elements again in place of a mask."""
+        lanes, out = self.lanes, self.out
+        last = LENGTH - lanes.width
+        with out.block(ir.If(ir.Name("FUSER_LANES") <= LENGTH)), out.block(ir.For("k", None, LENGTH, lanes.width)):
+            out.set(K, ir.Select(K < last, K, last))
+            self._body(1, None)
 
     def _around(self) -> None:
         """Several vectors at a time between all edges; before and behind, single vectors under masks."""

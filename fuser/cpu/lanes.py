@@ -1,9 +1,9 @@
 """Which loops are written in explicit vectors, and what is known of their rows; `lane_loops.py` writes them.
 
 They are loops with values rounded to 16 bits, float16 in memory, or bfloat16 throughout; loops of elementary float32
-functions, whose operations form a dependence chain; and rows of float32 or 16-bit floats with a tail. So are passes
-over short rows: sums stay in registers from the first element of a row to the last, where g++ would load and store
-them around the tail.
+functions, whose operations form a dependence chain; and on machines with masks rows of float32 or 16-bit floats with a
+tail. So are passes over short rows: sums stay in registers from the first element of a row to the last, where g++ would
+load and store them around the tail.
 """
 
 from __future__ import annotations
@@ -88,7 +88,21 @@ class Lanes:
             return None
         found = Lanes(facts, phase, own)
         pays = found._is_plain_pass() if facts.is_row else found.heavy or filled or found._is_ragged()
-        return found if pays and found._has_forms() else None
+        return found if pays and not found._is_all_tail() and found._has_forms() else None
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether the last vector of a row may take elements of the one before it again, in place of a mask.
+
+        Machines with masks need no such vector. Elsewhere a partial vector is moved by 4, 2 and 1 elements.
+        """
+        loaded = {self.plan.rows[n].buffer for n in self.loads}
+        return not self.facts.machine.masks and not any(s.buffer in loaded for s in self.stores)
+
+    def _is_all_tail(self) -> bool:
+        """Whether rows fill no vector on a machine without masks: g++'s loop moves their elements sooner."""
+        facts = self.facts
+        return not (facts.machine.masks or facts.is_row) and facts.along.hint < facts.machine.vector_bytes // 4
 
     def _has_forms(self) -> bool:
         """Whether every row and store has a vector form."""
@@ -118,8 +132,13 @@ class Lanes:
         return row.op == "round_to" and not self.facts.is_exact(row.args[0], row.attr)
 
     def _is_ragged(self) -> bool:
-        """Whether rows that are not cut into segments end in a tail, which explicit vectors take under a mask."""
+        """Whether rows that are not cut into segments end in a tail, which explicit vectors take under a mask.
+
+        Machines without masks move a tail by 4, 2 and 1 elements, and g++'s loops are faster.
+        """
         facts, hint = self.facts, self.facts.along.hint
+        if not facts.machine.masks:
+            return False
         one_piece = not (self.in_order or facts.constant) and len(facts.kept_axes) > 1
         return one_piece and hint < SHORT and hint % (facts.machine.vector_bytes // 4) != 0
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuser import config, interface, kernel_cache, machines
+import fuser
+from fuser import compiler, config, interface, kernel_cache, machines, pipeline
+from fuser.canonical import canonicalize
 from fuser.ops import OPS, OpRow, has_lanes
 from tests.backend.fused import compare, fuse, handle_of, no_fallback
 from tests.backend.support import graph_of, special_floats
@@ -71,3 +73,45 @@ def test_neighbours_in_rows_of_any_length(before: str, after: str) -> None:
         x = torch.randn(7, columns, generator=torch.Generator().manual_seed(columns))
         x[0, :3], x[-1, -1] = torch.tensor([torch.nan, -0.0, torch.inf]), torch.nan
         compare(handle(x), AFTER[after](BEFORE[before](x)))
+
+
+ON_TAILS = {
+    "scaled": lambda x, c: x[:, 1:] * c, "second": lambda x, c: x[:, 1::2] * c + 1,
+    "flip": lambda x, c: x[:, 1:].flip(1) * c,
+    "sigmoid": lambda x, c: (x[:, 1:] * c).sigmoid(),
+}  # fmt: skip
+REST, AGAIN = "fuser_lanes_first(length - k)", "k < length - FUSER_LANES ? k"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ON_TAILS)
+def test_tails_without_masks(name: str, dtype: torch.dtype) -> None:
+    """Machines without masks take elements again in a last vector; what g++ vectorises, and short rows, g++ writes."""
+    text = {}
+    for isa in ("avx2", "avx512"):
+        for columns in (8, 43):
+            with config.override(isa=isa):
+                graph = canonicalize(graph_of([ON_TAILS[name]], 2)).graph
+                given = torch.empty(90, columns, dtype=dtype), torch.empty(90, 1, dtype=dtype)
+                text[isa, columns] = pipeline.generate(graph, given, compiler.find_backend("cpu")).text
+    assert AGAIN not in text["avx512", 43] and (REST in text["avx512", 43] or name == "flip")
+    plain = dtype is torch.float32 and name != "sigmoid"
+    assert (AGAIN in text["avx2", 43]) is (REST in text["avx2", 43]) is not plain
+    assert REST not in text["avx2", 8]
+
+
+@pytest.mark.parametrize("isa", ["avx2", ""])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_elements_in_two_vectors_have_one_value(isa: str, dtype: torch.dtype, in_place: bool) -> None:
+    """Where an input is written, its elements must not be read again."""
+    if machines.why_not(machines.find(isa)):
+        pytest.skip("this machine has no AVX2")
+    with config.override(isa=isa):
+        graph = torch.fx.symbolic_trace(lambda x, c: x.copy_((x * c).sigmoid()) if in_place else (x * c).sigmoid())
+        handle = fuser.fusion_handle(fuser.register_fusion(graph, in_place=in_place, functional=not in_place))
+    for columns in (20, 1, 7, 8, 9, 15, 16, 31, 33, 63, 255):
+        x = torch.linspace(-3, 3, 90 * columns).view(90, columns).to(dtype)
+        c = torch.linspace(0.5, 2, 90).view(90, 1).to(dtype)
+        want = (x * c).sigmoid() if dtype is torch.float32 else (x.float() * c.float()).sigmoid().to(dtype)
+        compare(handle(x, c), want, tol={"rtol": 1e-5 if dtype is torch.float32 else 4e-3, "atol": 1e-5})
