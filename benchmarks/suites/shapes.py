@@ -18,6 +18,7 @@ from benchmarks.options import Options
 from benchmarks.progress import progress
 from benchmarks.report import Bars, Claim, Report, Table, ratio, seconds
 from fuser.cuda import tiles
+from fuser.scheduler.choices import LARGE
 
 Shape = tuple[int, ...]
 
@@ -115,9 +116,10 @@ def child(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def classes(case: Case, count: int, device: str) -> int:
-    """How many classes of `docs/cuda.md` the sizes are: on a CPU all sizes are one."""
+    """How many classes of `docs/cuda.md` the sizes are. On a CPU small calls are one, and large ones by their rows."""
     if device != "cuda":
-        return 1
+        ends = (8, 9, 16, 32, 128) if case.reduces else (8, 9, 32) if case.fn is _bias else ()
+        return len({sum(m >= end for end in ends) if n * m >= LARGE else -1 for n, m in sizes(count)})
     found = set()
     for n, m in sizes(count):
         seen: dict[int, int] = {}

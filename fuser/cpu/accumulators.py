@@ -25,6 +25,7 @@ BEYOND_CACHES = 1 << 22  # elements
 FLUSH = 256  # float32 additions per lane of a row nest before they go to a float64 total
 COLUMN_FLUSH, SHORT_COLUMN_FLUSH, SHORT_COLUMN = 32, 8, 64  # the same in column nests; the second up to 64 rows
 SHORT_FLUSH = 16  # additions in a lane of a row nest before they are added to a second lane
+SMALL_BLOCK = 64  # lanes of a block of columns that are set and flushed in a few instructions, whether taken or not
 WIDE_ROW = 1024  # elements of a row from which lanes are folded as float64: the fold no longer dominates the time
 COUNTER = ir.Name("turns")  # of a pass: rows since the last flush in a column nest, groups of iterations in a row nest
 SHUFFLE_HELPER = """\
@@ -208,6 +209,14 @@ def declare(out: Builder, a: Accumulator, low: ir.Value) -> list[ir.Statement]:
     return starts
 
 
+def taken(facts: Facts) -> ir.Like:
+    """The number of lanes in use: all of a row nest, whole vectors of a column nest's columns in a large block.
+
+    The block is as wide as the columns of the first call; in a later one it may be nearly empty.
+    """
+    return (ir.Name("count") + 15) // 16 * 16 if facts.is_column and facts.lanes > SMALL_BLOCK else facts.lanes
+
+
 def accumulate(out: Builder, a: Accumulator, values: Sequence[ir.Value]) -> None:
     """Combine a value, and its index if any, into its lane, unless an earlier iteration took the lane."""
     k, (value, *index) = a.number, values
@@ -323,7 +332,7 @@ def flush(out: Builder, of: Sequence[Accumulator], goes_on: bool = True) -> None
     for a in flushing(of):
         empty = ir.Set(a.lanes[lane], zero)
         if a.facts.is_column:
-            out.each(a.facts.lanes, a.to_total(lane), empty)
+            out.each(taken(a.facts), a.to_total(lane), empty)
             continue
         wide = a.facts.along.hint >= WIDE_ROW
         out.add(a.fold(wide))

@@ -233,7 +233,7 @@ class Reducing:
         with self.out.block(ir.Otherwise()) if vectors else nullcontext():
             with self.out.block(ir.Plain()) if vectors and own else nullcontext():
                 for each in starts:
-                    self.out.each(facts.lanes, *each)
+                    self.out.each(acc.taken(facts) if flushing(own) else facts.lanes, *each)
                 if flushing(own):
                     open_counter(self.out, self.counts and vectors is None)
                     self.counts |= vectors is None  # else it is declared in a block of its own

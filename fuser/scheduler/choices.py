@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fuser.ir.loop_body import Recorder, Row, map_exprs, renumber_expr, row_exprs
-from fuser.ir.sizes import SIZE, Expr, Sym, coefficient, expr, substitute, symbols
+from fuser.ir.sizes import ONE, SIZE, Expr, Sym, coefficient, expr, floordiv, minimum, product, substitute, symbols
 from fuser.lowering.context import LoweringContext
 from fuser.scheduler.nodes import row_cost
 
@@ -25,6 +25,7 @@ Stores = list[tuple[str, Expr, int]]
 MOST_ROWS = 512
 MOST_TOGETHER = 16  # adjacent elements that one iteration computes, over several axes
 MANY = 32  # iterations that fill registers; with fewer, a free size stays free
+LARGE = 4096  # elements of a call that takes longer than the call itself: smaller ones share kernels
 SHARED = 0.4  # share of the work saved from which an axis without selections is written out, too
 _KNOWN: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
@@ -50,10 +51,11 @@ def write_out(
         others = {other: substitute(length, numbers) for other, length in sizes if other is not axis}
         outer = beside(ctx, others, expr(n * run), n * run, addressed)
         if outer is None and (numbers or n > ctx.target.components):
+            assume_few(ctx, [size for _, size in sizes], others, expr(n * run), own, addressed, axis)
             continue
         made, kept = copies(own, addressed, axis, list(map(expr, range(n))))
         shares = _work(made) < (1 - SHARED) * n * _work(rows)
-        if shares or _chooses(rows, axis) or (outer is not None and not runs_on(own, outer, axis, n)):
+        if shares or _chooses(rows, axis) or (outer is not None and not runs_on(rows, outer, axis, size)):
             for s, number in numbers.items():
                 ctx.assume("eq", expr(s), number)
             return axis, made, kept
@@ -81,7 +83,27 @@ def beside(
     return None
 
 
-def runs_on(rows: Sequence[Row], outer: Sym, axis: Sym, size: int) -> bool:
+def assume_few(
+    ctx: LoweringContext, every: Sequence[Expr], sizes: Mapping[Sym, Expr], step: Expr, rows: list[Row],
+    stores: Stores, axis: Sym,
+) -> None:  # fmt: skip
+    """Guards on a kernel whose short `axis` stays a loop because it makes too few iterations.
+
+    A kernel of a small call takes small calls alone; that of a large one those with few neighbours of the axis.
+    `every`: the sizes of all axes; `sizes`: of the others, as in `beside`.
+    """
+    near = beside(ctx, sizes, step, 0, stores, 0)
+    if near is None or runs_on(rows, near, axis, ctx.hint(step)):
+        return
+    elements = product(every)
+    if ctx.hint(elements) < LARGE:
+        ctx.assume("lt", elements, LARGE)
+    elif ctx.hint(sizes[near]) < MANY:
+        large, many = floordiv(elements, expr(LARGE)), floordiv(sizes[near], expr(MANY))
+        ctx.assume("le", minimum(large, ONE) + minimum(many, ONE), ONE)
+
+
+def runs_on(rows: Sequence[Row], outer: Sym, axis: Sym, size: Expr | int) -> bool:
     """Whether `outer` and `axis` act as one axis in every index, except in those that vary along `axis` alone."""
     for e in (e for row in rows for e in row_exprs(row)):
         beyond, own = coefficient(e, outer), coefficient(e, axis)
@@ -171,4 +193,4 @@ def _constant(row: Row) -> int | bool | None:
     return row.attr == "True" if row.dtype is torch.bool else int(row.attr)
 
 
-__all__ = ["MOST_ROWS", "Stores", "beside", "copies", "fixed", "runs_on", "settled", "write_out"]
+__all__ = ["LARGE", "MOST_ROWS", "Stores", "assume_few", "beside", "copies", "fixed", "runs_on", "settled", "write_out"]

@@ -27,7 +27,7 @@ from fuser.ir.sizes import (
 )  # fmt: skip
 from fuser.lowering.context import LoweringContext
 from fuser.ops import REDUCTIONS, SCANS, compute_dtype
-from fuser.scheduler.choices import write_out
+from fuser.scheduler.choices import LARGE, write_out
 from fuser.scheduler.contraction import contraction_of
 from fuser.scheduler.fusion import RUN, Kernel
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store, address_rows
@@ -131,35 +131,45 @@ def build_plan(
         if a.reduced and a.sym == along and a.hint <= most:
             ctx.assume("le", a.size, most)  # vectors run across rows that are short; longer rows have another kernel
     if ctx.target.vector_bytes:
-        _assume_length(ctx, axes, along or _choose_vector(axes, rows, stores, reductions, 0, run))
+        row = along or _choose_vector(axes, rows, stores, reductions, 0, run)
+        reduced = short > 0 and any(a.sym == row and a.reduced for a in axes)
+        _assume_length(ctx, axes, row, (short, REDUCED) if reduced else ())
     thin = next((a for a in axes if short and not reductions and _is_thin(a, axes, rows, stores, vector)), None)
     if thin is not None:
         ctx.assume("le", thin.size, FEW - 1)  # longer rows have another kernel, along themselves
     if vector is not None:
         axes.sort(key=lambda a: (a.reduced, a.sym == vector))
-    return _finish(kernel, axes, vector, rows, stores, reductions, dtypes, ctx.target)
+    plan = _finish(kernel, axes, vector, rows, stores, reductions, dtypes, ctx.target)
+    if _may_split(plan, ctx.target):
+        plan = replace(plan, split=_is_split(ctx, axes, vector))
+    return plan
 
 
-# Lengths of rows at which another loop is faster, if there are at least MANY rows. With one thread of an AVX2 machine a
-# softmax of 50000 rows of 3 takes 0.38 ms, by the kernel for rows of 1024 2.3 ms; of 20000 rows of 8 0.25 and 0.69 ms,
-# by the kernel for rows of 3 0.83; two sums of 20000 rows of 8 0.14, 0.91 and 1.2 ms.
-LENGTHS, MANY = (8, 32), 256
+# Lengths of rows at which another loop is faster. Fewer than LARGE elements share a kernel: they take less time than
+# a call. With one thread of an AVX2 machine a softmax of 50000 rows of 3 takes 0.38 ms, by the kernel for rows of 1024
+# 2.3 ms; of 20000 rows of 8 0.25 and 0.69 ms, by the kernel for rows of 3 0.83; two sums of 20000 rows of 8 0.14, 0.91
+# and 1.2 ms. An `index_add` of 64 rows of 1024 takes 0.08 ms, by the kernel for rows of 3 0.74; `x.roll(1, 1)` of 20000
+# rows of 8, which are written out, 0.03 ms, by that for rows of 20 0.16; a count of 15000 rows of 12 0.06 and 0.30.
+# Rows from REDUCED on have more accumulators: `any` of 1000 rows of 100 takes 0.02 ms, by the kernel for 1024 0.035.
+LENGTHS, REDUCED, SCANNED = (8, 32), 128, 16
 
 
-def _assume_length(ctx: LoweringContext, axes: list[Axis], along: Sym | None) -> None:
-    """Guards on the length of rows along the axis `along`: of many rows of another class, another kernel is made.
+def _assume_length(ctx: LoweringContext, axes: list[Axis], along: Sym | None, further: tuple[int, ...]) -> None:
+    """Guards on the length of rows along the axis `along`: large calls with rows of another class get another kernel.
 
-    Few rows of any length have one kernel.
+    The classes end at LENGTHS, behind the length that may be written out, and at the `further` lengths. One row alone
+    has one kernel.
     """
     row = next((a for a in axes if a.sym == along), None)
-    if row is None:
+    if row is None or len(axes) == 1:
         return
-    rows = product(a.size for a in axes if a is not row)
-    shorter, longer = ([n for n in LENGTHS if (n <= row.hint) is side] for side in (True, False))
+    elements = product(a.size for a in axes)
+    ends = sorted({*LENGTHS, ctx.target.written_out + 1, *further})
+    shorter, longer = ([n for n in ends if (n <= row.hint) is side] for side in (True, False))
     if shorter:
-        ctx.assume("le", minimum(rows, expr(MANY)), floordiv(row.size, expr(shorter[-1])) + (MANY - 1))
+        ctx.assume("le", minimum(elements, expr(LARGE)), floordiv(row.size, expr(shorter[-1])) + (LARGE - 1))
     if longer:
-        many, long = floordiv(rows, expr(MANY)), floordiv(row.size, expr(longer[0]))
+        many, long = floordiv(elements, expr(LARGE)), floordiv(row.size, expr(longer[0]))
         ctx.assume("le", minimum(many, ONE) + minimum(long, ONE), ONE)
 
 
@@ -200,7 +210,7 @@ def _ordered_plan(
     lanes = [a for a in axes if not a.reduced and a.hint >= LEAST_LANES and coefficient(address, a.sym) == ONE]
     vector = lanes[0].sym if lanes else None
     if ctx.target.vector_bytes:
-        _assume_length(ctx, axes, next((a.sym for a in axes if coefficient(address, a.sym) == ONE), None))
+        _assume_length(ctx, axes, next((a.sym for a in axes if coefficient(address, a.sym) == ONE), None), (SCANNED,))
     last = vector if lanes or not ctx.target.vector_bytes else _read_across(axes, rows)
     axes.sort(key=lambda a: (a.reduced, a.sym == last))
     plan = _finish(kernel, axes, vector, rows, stores, [], dtypes, ctx.target)
@@ -415,7 +425,7 @@ def _finish(
         name=_name(kernel, axes, done),
         axes=tuple(axes), vector=vector, rows=tuple(rows), phases=phases, varies=varies, stores=final,
         reductions=done, buffers=tuple((b, dtypes[b]) for b in used),
-        split=_wants_split(axes, vector, done, final, target),
+        split=False,
         comments=tuple(f"{n.buffer.name}: {n.buffer.origin}" for n in kernel.nodes if n.buffer.origin),
     )  # fmt: skip
 
@@ -483,21 +493,29 @@ def _behind(rows: list[Row], n: int) -> set[int]:
     return seen
 
 
-def _wants_split(
-    axes: list[Axis], vector: Sym | None, reductions: tuple[Reduce, ...], stores: tuple[Store, ...], target: Target
-) -> bool:
-    """Whether to split the reduction: few independent results, many elements, one pass over the data."""
-    if not reductions or any(r.phase for r in reductions):
+def _may_split(plan: KernelPlan, target: Target) -> bool:
+    """Whether the target splits reductions, and the kernel reduces in one pass over the data."""
+    if not target.split_units or not plan.reductions or any(r.phase for r in plan.reductions):
         return False
-    reduced = {a.sym for a in axes if a.reduced}
-    if any(symbols(s.address) & reduced for s in stores if s.phase > 0):
-        return False
-    units, work = 1, 1
-    for a in axes:
-        work *= a.hint
-        if not a.reduced:
-            units *= -(-a.hint // target.lane_block) if a.sym == vector else a.hint
-    return units < target.split_units and work >= target.split_work
+    reduced = {a.sym for a in plan.reduced_axes}
+    return not any(symbols(s.address) & reduced for s in plan.stores if s.phase > 0)
+
+
+def _is_split(ctx: LoweringContext, axes: list[Axis], vector: Sym | None) -> bool:
+    """Whether to split the reduction: few independent results and many elements.
+
+    Large calls for which the answer differs get another kernel; small ones have either.
+    """
+    target = ctx.target
+
+    def share(a: Axis) -> Expr:
+        return floordiv(a.size + (target.lane_block - 1), expr(target.lane_block)) if a.sym == vector else a.size
+
+    several = minimum(floordiv(product(share(a) for a in axes if not a.reduced), expr(target.split_units)), ONE)
+    large = minimum(floordiv(product(a.size for a in axes), expr(target.split_work)), ONE)
+    split = ctx.hint(several) == 0 and ctx.hint(large) == 1
+    ctx.assume("le", *((several + large, ONE) if split else (large, several)))
+    return split
 
 
 def _name(kernel: Kernel, axes: list[Axis], reductions: tuple[Reduce, ...]) -> str:

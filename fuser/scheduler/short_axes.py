@@ -15,7 +15,7 @@ from fuser.ir.loop_body import Recorder, Row, map_exprs, renumber_expr, row_expr
 from fuser.ir.sizes import ONE, SIZE, ZERO, Expr, Sym, coefficient, expr, substitute, symbols
 from fuser.lowering.context import LoweringContext
 from fuser.ops import REDUCTIONS
-from fuser.scheduler.choices import MOST_ROWS, Stores, beside, fixed, runs_on, settled
+from fuser.scheduler.choices import MOST_ROWS, Stores, assume_few, beside, fixed, runs_on, settled
 from fuser.scheduler.kernel_plan import Axis
 
 Reductions = list[tuple[str, int, torch.dtype]]
@@ -36,6 +36,8 @@ def write_out_reducing(
         others = {a.sym: substitute(a.size, numbers) for a in axes if a is not axis}
         runs = _runs(own, addressed, axis.sym)
         outer = beside(ctx, others, expr(n), 0, runs) if runs else None
+        if outer is None and runs:
+            assume_few(ctx, [a.size for a in axes], others, expr(n), own, runs, axis.sym)
         if outer is None or runs_on(own, outer, axis.sym, n):
             continue
         for s, number in numbers.items():

@@ -178,7 +178,7 @@ def test_guards_can_be_read():
     x, y = torch.ones(4, 6), torch.ones(6)
     assert needs(lambda x, y, n: (x + y) * n - 0.1875, x, y, 3) == (
         ["float32[x0_0, x0_1] strides [x0_1, 1] on cpu", "float32[x0_1] strides [1] on cpu", "int x2"],
-        ["min(x0_0 // 256, 1) + min(x0_1 // 8, 1) <= 1"],  # fewer than 256 rows, or than 8 elements of each
+        ["min(x0_0*x0_1 // 4096, 1) + min(x0_1 // 8, 1) <= 1"],  # fewer than 4096 elements, or than 8 of each row
     )
     assert needs(lambda x: x.view(-1, 8).sum(1) - 0.1875, x)[0] == ["float32[4, 6] strides [6, 1] on cpu"]
     inputs, relations = needs(lambda x: x[1:3] * 0.1875, torch.ones(9, 9)[:, ::2])
