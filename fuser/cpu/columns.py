@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from fuser.cpu.accumulators import Accumulator, count_rows
 from fuser.cpu.facts import Facts
@@ -22,17 +22,17 @@ def one_row(rows: Rows, own: Sequence[Accumulator], phase: int, loops: Sequence[
     """One row of a block of columns."""
     facts, count = rows.facts, ir.Name("count")
     prefetch_columns(rows, phase, loops)
-    known = _looked_up_once(facts, phase)
+    known = looked_up_once(facts, phase)
     for n in known:
         rows.declare(n)
-    checks = facts.checks_inside and not known.keys() >= {n for n, r in enumerate(facts.plan.rows) if is_checked(r)}
     with prepared(rows, phase, rows.block()):
-        with rows.lanes((count + 15) // 16 * 16 if _reads_pieces_only(facts, phase) else count, checks):
+        whole = (count + 15) // 16 * 16 if _reads_pieces_only(facts, phase) else count
+        with rows.lanes(whole, checks_in_lanes(facts, known)):
             rows.inner(phase, fold, known)
     count_rows(rows.out, own, 1)
 
 
-def _looked_up_once(facts: Facts, phase: int) -> dict[int, None]:
+def looked_up_once(facts: Facts, phase: int) -> dict[int, None]:
     """If a pass looks up a bounds-checked index for each of its rows: what it computes for a row, not for each lane.
 
     g++ takes nothing out of a loop that reports an index, and gathers where lanes are neighbours.
@@ -40,6 +40,11 @@ def _looked_up_once(facts: Facts, phase: int) -> dict[int, None]:
     assert facts.vector is not None
     same = [n for n in facts.rows_of(phase) if facts.is_full(n) and facts.vector.sym not in facts.plan.varies[n]]
     return dict.fromkeys(same) if any(is_checked(facts.plan.rows[n]) for n in same) else {}
+
+
+def checks_in_lanes(facts: Facts, known: Container[int]) -> bool:
+    """Whether a loop over lanes checks indices, once those of the rows `known` are checked."""
+    return facts.checks_inside and not all(n in known for n, r in enumerate(facts.plan.rows) if is_checked(r))
 
 
 def _reads_pieces_only(facts: Facts, phase: int) -> bool:
@@ -84,4 +89,4 @@ def rows_together(
             count_rows(out, own, together, exactly=False)
 
 
-__all__ = ["TOGETHER_COST", "one_row", "rows_together", "takes_rows_together"]
+__all__ = ["TOGETHER_COST", "checks_in_lanes", "looked_up_once", "one_row", "rows_together", "takes_rows_together"]

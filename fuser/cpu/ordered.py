@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from fuser.cpu.columns import checks_in_lanes, looked_up_once
 from fuser.cpu.facts import Facts
 from fuser.cpu.frame import closed, each_unit, opened, units_of
 from fuser.cpu.prepared import prepared
@@ -46,9 +47,13 @@ def _in_order(rows: Rows, put: Callable[[], None], before: Callable[[], None] | 
             before()
         for a in facts.reduced_axes:
             out.open(ir.For(a.sym.name, ir.Number(0), ir.Name(f"n_{a.sym.name}")))
-        with _lanes(rows, before is not None):
+        known = looked_up_once(facts, 0) if facts.vector is not None else {}
+        for n in known:
+            rows.declare(n)
+        with _lanes(rows, before is not None, checks_in_lanes(facts, known)):
             for n in facts.passes[0].inner:
-                rows.declare(n)
+                if n not in known:
+                    rows.declare(n)
             put()
         for _ in facts.reduced_axes:
             out.close()
@@ -57,11 +62,11 @@ def _in_order(rows: Rows, put: Callable[[], None], before: Callable[[], None] | 
 
 
 @contextmanager
-def _lanes(rows: Rows, prepares: bool) -> Iterator[None]:
+def _lanes(rows: Rows, prepares: bool, checks: bool) -> Iterator[None]:
     if rows.facts.vector is None:
         yield
     else:
-        with prepared(rows, 0, rows.block()) if prepares else nullcontext(), rows.lanes():
+        with prepared(rows, 0, rows.block()) if prepares else nullcontext(), rows.lanes(checks=checks):
             yield
 
 

@@ -156,6 +156,20 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("write", [
+    lambda x, i, y: x.index_add(0, i, y), lambda x, i, y: x.index_copy(0, i, y),
+    lambda x, i, y: torch.index_put(x, (i,), y * 2, True),
+])  # fmt: skip
+def test_a_row_looks_its_place_up_once(write):
+    """An index that each element of a row checks keeps the loop along the row from being vectorised."""
+    handle, spec = fuse(write)
+    x, y, i = torch.zeros(32, 40), torch.arange(2400.0).view(60, 40), torch.arange(60) * 7 % 32
+    compare(handle(x, i, y), write(x, i, y))
+    no_fallback(spec)
+    source = spec.store.kernels[-1].source
+    assert source.count("bad |=") == 1 and "reduction(|:bad)" not in source
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", BAD)
 def test_a_place_out_of_range_raises_what_eager_raises(name):
