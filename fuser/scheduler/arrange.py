@@ -71,8 +71,15 @@ def _order_of(
 
 
 def _steps(ctx: LoweringContext, node: Node, strides: Mapping[str, tuple[Expr, ...]]) -> dict[Sym, float]:
-    """The stride of each loop variable in the tensor that the node reads along most loops; else by the loops' order."""
+    """The stride of each loop variable in the tensor that the node reads along most loops.
+
+    If it reads none along several loops, in its result; else by the loops' order.
+    """
     out = {v: float(len(node.domain) - n) for n, (v, _) in enumerate(node.domain)}
+    stored = sum((i * s for i, s in zip(node.store_index, node.buffer.stride)), ZERO)
+    along = {v: coefficient(stored, v) for v in out}
+    if all(c is not None and c != ZERO for c in along.values()):
+        out = {v: float(abs(ctx.hint(c))) for v, c in along.items() if c is not None}
     best = 1
     for row in node.rows:
         if row.op != "load" or row.attr[0] not in strides:

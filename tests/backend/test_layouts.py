@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuser import debug, debug_get_fused_kernel_code, register_fusion
+from fuser import debug, debug_get_fused_kernel_code, fusion_handle, register_fusion
 from tests.backend.support import check_all, fused, graph_of
 
 # name: (size, how a contiguous tensor of that size becomes what is tested)
@@ -90,7 +92,7 @@ def test_one_kernel_for_all_sizes():
     """Sizes, 0 and 1 among them, go to the kernel of their class."""
     graph = graph_of([lambda a, b: (a + b).relu(), lambda a, b: a.sum(1)], 2)
     key = register_fusion(graph)
-    for n, m in [(3, 5), (1, 5), (4, 1), (1, 1), (0, 3), (3, 0), (70, 129)]:
+    for n, m in [(3, 5), (1, 5), (4, 1), (1, 1), (0, 3), (3, 0), (30, 129)]:
         a, b = torch.randn(n, m), torch.randn(n, m)
         out = fused(graph, [a, b])
         assert torch.equal(out[0], (a + b).relu())
@@ -119,3 +121,14 @@ def test_pixels_become_planes(dtype):
         part = (torch.rand(2, pixels, channels + 1) * 255).to(dtype)[:, :, 1:]
         assert torch.equal(fused(graph, [part, b])[0], planes(part, b))
     assert "apart_u" in debug_get_fused_kernel_code(graph, [torch.ones(2, 300, 3, dtype=dtype), torch.ones(3)])
+
+
+def test_an_intermediate_has_the_order_of_the_result_that_reads_it_many_times():
+    """Each element of an enlarged image reads an activation; in another order both kernels would transpose."""
+    last = torch.channels_last
+    x = torch.linspace(-3, 3, 2 * 24 * 10 * 12).reshape(2, 24, 10, 12).contiguous(memory_format=last)
+    graph = make_fx(lambda x: torch.ops.aten.upsample_nearest2d(F.gelu(x), [20, 24], 2.0, 2.0))(x)
+    key = register_fusion(graph)
+    got, want = fusion_handle(key)(x), graph(x)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert got.stride() == want.stride() and "transpose_u32" not in debug_get_fused_kernel_code(graph, [x])
