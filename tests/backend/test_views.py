@@ -137,7 +137,7 @@ def test_other_sizes_need_no_other_kernel():
         return a * b, x.reshape(-1, 1, x.shape[0]).transpose(0, 2) + 1, x[1:, :-1] - x[:-1, 1:]
 
     handle, spec = fuse(fn)
-    for size in ((4, 6), (3, 10), (70, 64), (9, 4)):
+    for size in ((4, 6), (3, 10), (60, 64), (9, 4)):
         compare(handle(values(*size)), fn(values(*size)))
     no_fallback(spec)
     assert len(spec.store.kernels) == 1
