@@ -10,10 +10,10 @@ from collections.abc import Set
 
 import torch
 
+from fuser.cpu.conditions import find_edges
 from fuser.cpu.facts import Facts, constant, storage_type
 from fuser.cpu.float_rows import bits_of
 from fuser.cpu.rows import Rows
-from fuser.cpu.segments import find_edges
 from fuser.cpu.text import filled
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import indirect_rows

@@ -17,9 +17,9 @@ from fuser.cpu.accumulators import SHUFFLE_HELPER
 from fuser.cpu.blocks import blocked
 from fuser.cpu.chains import chained
 from fuser.cpu.checked import CHECKED_HELPER
+from fuser.cpu.conditions import ZEROS
 from fuser.cpu.facts import Facts
 from fuser.cpu.ordered import scan, scatter
-from fuser.cpu.parts import ZEROS
 from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.sharing import shared
 from fuser.cpu.split import split

@@ -15,7 +15,7 @@ from fuser.cpu.records import Bindings, Partial
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import LOW_PRECISION, Row, is_checked
 from fuser.ir.ranges import NO_LOOPS
-from fuser.ir.sizes import INDIRECT, Expr, Sym, coefficient, product, symbols
+from fuser.ir.sizes import INDIRECT, Expr, coefficient, product, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
 from fuser.ops import CPP_TYPES
@@ -78,11 +78,6 @@ class Facts:
         return dict(self.plan.buffers)
 
     @functools.cached_property
-    def extents(self) -> dict[Sym, Expr]:
-        """The length of each axis."""
-        return {a.sym: a.size for a in self.plan.axes}
-
-    @functools.cached_property
     def kept_axes(self) -> tuple[Axis, ...]:
         """The axes whose points are divided into units."""
         return tuple(a for a in self.plan.axes if not a.reduced)
@@ -137,6 +132,10 @@ class Facts:
     def is_lane(self, n: int) -> bool:
         """Whether row `n` of a column nest has one value per lane, outside the reduced loops."""
         return self.is_column and not self.is_full(n) and self.plan.vector in self.plan.varies[n]
+
+    def is_outside(self, n: int) -> bool:
+        """Whether row `n` has one value outside the innermost loops, for all lanes."""
+        return not self.is_full(n) and not self.is_lane(n)
 
     def is_exact(self, n: int, dtype: torch.dtype) -> bool:
         """Whether every value of row `n` is representable in the 16-bit float `dtype`."""
@@ -204,7 +203,7 @@ class Facts:
     def checks_inside(self) -> bool:
         """Whether an index is bounds-checked in an innermost loop."""
         rows = enumerate(self.plan.rows)
-        return any(is_checked(r) and (self.is_full(n) or self.is_lane(n)) for n, r in rows)
+        return any(is_checked(r) and not self.is_outside(n) for n, r in rows)
 
     # -- passes --------------------------------------------------------------------------------------------------------
     def available(self, phase: int) -> Set[int]:

@@ -11,15 +11,12 @@ from contextlib import contextmanager
 
 import torch
 
+from fuser.cpu.conditions import Way, edges_of, way_of
 from fuser.cpu.facts import Facts
-from fuser.cpu.parts import is_part
 from fuser.cpu.rows import LoopRange, Place, Rows
-from fuser.cpu.segments import FARTHEST, find_edge
 from fuser.cpu.vir import nodes as ir
-from fuser.ir.sizes import Expr
 from fuser.scheduler.kernel_plan import Store
 
-_FAR = ir.Number(4 * FARTHEST, torch.int64)
 MOST_PIECES = 6  # more would not fit into the first level cache
 
 
@@ -31,7 +28,7 @@ def half_loads(facts: Facts, phase: int) -> list[int]:
 def half_stores(facts: Facts, phase: int) -> list[Store]:
     """Stores of float16 in a pass that are contiguous along the vector axis."""
     mine = [s for s in facts.passes[phase].stores if s.row not in facts.moved and not facts.checked]
-    return [s for s in mine if _is_line(facts, s.buffer, s.address)]
+    return [s for s in mine if facts.dtypes[s.buffer] is torch.float16 and facts.step(s.address) == 1]
 
 
 def has_halves(facts: Facts, phase: int) -> bool:
@@ -40,40 +37,12 @@ def has_halves(facts: Facts, phase: int) -> bool:
 
 
 def _reads_halves(facts: Facts, n: int) -> bool:
-    row = facts.plan.rows[n]
-    if row.op != "load" or n in facts.staged or n in facts.guarded or n in facts.moved:
+    way, row = way_of(facts, n), facts.plan.rows[n]
+    if way is None or n in facts.moved or facts.dtypes[row.buffer] is not torch.float16:
         return False
-    if is_part(facts, n):
-        return facts.dtypes[row.buffer] is torch.float16
-    if row.args and (n in facts.parts or not _bounds(facts, row.args[0])):
+    if way is Way.SELECT and not edges_of(facts, row.args[0]):
         return False
-    return _is_line(facts, row.buffer, row.address)
-
-
-def _is_line(facts: Facts, buffer: str, address: Expr) -> bool:
-    return facts.dtypes[buffer] is torch.float16 and facts.step(address) == 1
-
-
-def _bounds(facts: Facts, mask: int) -> list[tuple[bool, ir.Value]]:
-    """The bounds that a condition sets on the index along the vector axis; empty if it has other parts, too.
-
-    Each is (before, index): the condition holds below the index, or from it on.
-    A condition that does not depend on the vector axis is bounded beyond all indices.
-    """
-    found: list[tuple[bool, ir.Value]] = []
-    pending = [mask]
-    while pending:
-        n = pending.pop()
-        edge = find_edge(facts, facts.plan.rows[n])
-        if edge is not None:
-            found.append(edge)
-        elif not facts.is_full(n) and not facts.is_lane(n):
-            found.append((True, ir.Select(facts.scalar(n), _FAR, ir.Unary("-", _FAR))))
-        elif facts.is_full(n) and facts.plan.rows[n].traits.sign == "&":
-            pending += facts.plan.rows[n].args
-        else:
-            return []
-    return found
+    return way is Way.BACK or facts.step(row.address) == 1
 
 
 @contextmanager
@@ -106,7 +75,7 @@ def _declare_bounds(rows: Rows, n: int, loop: LoopRange) -> None:
     out.var("i64", f"low{n}", 0)
     out.var("i64", f"high{n}", loop.count)
     edge = ir.Name("edge")
-    for before, place in _bounds(rows.facts, rows.plan.rows[n].args[0]):
+    for before, place in edges_of(rows.facts, rows.plan.rows[n].args[0]):
         side = ir.Name(f"high{n}" if before else f"low{n}")
         with out.block(ir.Plain()):
             out.let("i64", edge.name, place - loop.start)

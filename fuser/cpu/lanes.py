@@ -13,10 +13,10 @@ from collections.abc import Container, Sequence
 import torch
 
 from fuser.cpu.accumulators import Accumulator
+from fuser.cpu.conditions import find_edges
 from fuser.cpu.facts import Facts
-from fuser.cpu.segments import find_edges
 from fuser.cpu.vir import nodes as ir
-from fuser.ir.loop_body import Row
+from fuser.ir.loop_body import Row, is_both
 from fuser.ops import LOW, has_lanes
 from fuser.scheduler.kernel_plan import Store
 from fuser.scheduler.nodes import row_cost
@@ -178,7 +178,7 @@ def _inside(rows: Sequence[Row], within: Sequence[int], edges: Container[int]) -
     """The conditions among the rows `within` that hold between all edges; empty without edges."""
     found: set[int] = set()
     for n in within:
-        if n in edges or (rows[n].op == "logical_and" and all(a in found for a in rows[n].args)):
+        if n in edges or (is_both(rows[n]) and all(a in found for a in rows[n].args)):
             found.add(n)
     return frozenset(found)
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from fuser.cpu import parts
 from fuser.cpu.bits import Bits
+from fuser.cpu.conditions import Way, way_of
 from fuser.cpu.facts import Facts, size, whole_lines
 from fuser.cpu.float_rows import moved_rows
 from fuser.cpu.frame import blocks_of, closed, digits_of, each_unit, open_elements, open_range, opened
@@ -34,6 +34,7 @@ from fuser.scheduler.nodes import row_cost
 HOIST_COST = 4  # operations from which a row is hoisted out of the loops
 LEAST_TURNS, MOST_HOISTED = 8, 4  # fewest iterations of these loops; most hoisted rows, each an array on the stack
 BLOCK = 4096  # elements of the vector axis in one unit of a pointwise nest
+FEWEST_HELD = 2  # shared conditions from which a second loop is written for the case that all hold
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def _segment_loop(rows: Rows, choice: Choice, low: ir.Like, high: ir.Like) -> No
     if segments is None:
         _loop(rows, choice, low, high)
         return
-    with each_segment(rows, segments, low, high), rows.found(segments.places):
+    with each_segment(rows, segments, low, high):
         _loop(rows, choice, "from", "to")
 
 
@@ -202,8 +203,7 @@ def _loop(rows: Rows, choice: Choice, low: ir.Like, high: ir.Like) -> None:
             with rows.of(choice.plain.facts):
                 _segment_loop(rows, choice.plain, low, high)
             return
-        every = dict.fromkeys(parts.conditions(rows.facts, 0), True)
-        usual = choice.segments.usual if choice.segments is not None else every
+        usual = choice.segments.usual if choice.segments is not None else _shared_conditions(rows.facts)
         if usual:  # g++ vectorises a loop with constant conditions; it would not jump out of one over them
             tests = [c if holds else c.same(0) for c, holds in usual.items()]
             with out.block(ir.If(functools.reduce(operator.and_, tests))):
@@ -212,6 +212,14 @@ def _loop(rows: Rows, choice: Choice, low: ir.Like, high: ir.Like) -> None:
                 _plain_loop(rows, low, high)
         with out.block(ir.Else()) if usual else nullcontext():
             _plain_loop(rows, low, high)
+
+
+def _shared_conditions(facts: Facts) -> dict[ir.Name, bool]:
+    """The conditions that all lanes share, if there are several, as in a window; usually all hold."""
+    loads = [n for n in facts.rows_of(0) if way_of(facts, n) is Way.PART and not facts.checked]
+    found = dict.fromkeys(facts.plan.rows[n].args[0] for n in loads)
+    known = [n for n in found if facts.plan.rows[n].op != "const"]
+    return {ir.Name(f"t{n}"): True for n in known} if len(known) >= FEWEST_HELD else {}
 
 
 def _plain_loop(rows: Rows, low: ir.Like, high: ir.Like) -> None:

@@ -53,7 +53,8 @@ class Rows:
         self.places: dict[int, Place] = {}
         self.results: dict[Store, ir.At] = {}
         lanes = facts.vector.sym if facts.vector is not None else None
-        self.scope = ir.Scope(_names(self.arrays), facts.extents, None, lanes, facts.scattered_steps)
+        extents = {a.sym: a.size for a in self.plan.axes}
+        self.scope = ir.Scope(_names(self.arrays), extents, None, lanes, facts.scattered_steps)
 
     @contextmanager
     def found(self, places: Mapping[int, Place], results: Mapping[Store, ir.At] | None = None) -> Iterator[None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -100,6 +101,28 @@ class Value:
 def is_checked(row: Row) -> bool:
     """Whether a row reports an index that is out of range."""
     return row.op == "indirect" and bool(row.attr[1])
+
+
+# Comparisons and logic in Python, by the sign of the op.
+_TESTS: dict[str, Callable[..., bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
+    "&": lambda a, b: bool(a) and bool(b), "|": lambda a, b: bool(a) or bool(b), "!": operator.not_,
+}  # fmt: skip
+
+
+def is_test(row: Row) -> bool:
+    """Whether a row is a comparison, or logic whose result is a truth value."""
+    return row.dtype is torch.bool and row.traits.sign in _TESTS
+
+
+def is_both(row: Row) -> bool:
+    """Whether a row holds where both of its arguments do."""
+    return row.dtype is torch.bool and row.traits.sign == "&"
+
+
+def outcome(row: Row, args: Sequence[int | bool | None]) -> bool | None:
+    """The result of a test, given its arguments; None if one is unknown, or the row is no test."""
+    return None if None in args or not is_test(row) else _TESTS[row.traits.sign](*args)
 
 
 def loop_variables(n: int) -> tuple[Expr, ...]:
