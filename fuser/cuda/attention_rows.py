@@ -86,7 +86,7 @@ def read_rows(lowered: Lowered, schedule: Schedule, stand_ins: dict[str, int], r
     if gradient >= 0 and score in behind(plan.rows, gradient):
         scaled = None
     masked = behind(plan.rows, rows.get("masked", mod_row))
-    if any(mod_row in plan.rows[n].args and plan.rows[n].op != "where" for n in masked):
+    if any(mod_row in plan.rows[n].args and not plan.rows[n].traits.chooses for n in masked):
         scaled = None  # something is added to the scaled score
     return ScoreRows(
         plan, axes, given, mod_row, rows.get("masked", mod_row), gradient, rows.get("masked_gradient", gradient),

@@ -139,7 +139,8 @@ def _subtracted_maximum(plan: KernelPlan, total: Reduce) -> Reduce | None:
     if plan.rows[m].op != "reduced":
         return None
     r = plan.reductions[plan.rows[m].attr]
-    return r if REDUCTIONS[r.kind].pointwise == "maximum" and r.row == x else None
+    spec = REDUCTIONS[r.kind]
+    return r if spec.extreme == ">" and not spec.index and r.row == x else None
 
 
 def _passes(plan: KernelPlan, online: bool) -> int:

@@ -10,13 +10,12 @@ factor for each point: such an axis cannot be merged with another.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fuser.ir.loop_body import Recorder, Row, map_exprs, renumber_expr, row_exprs
+from fuser.ir.loop_body import Recorder, Row, is_both, is_test, map_exprs, outcome, renumber_expr, row_exprs
 from fuser.ir.sizes import ONE, SIZE, Expr, Sym, coefficient, expr, floordiv, minimum, product, substitute, symbols
 from fuser.lowering.context import LoweringContext
 from fuser.scheduler.nodes import row_cost
@@ -27,9 +26,6 @@ MOST_TOGETHER = 16  # adjacent elements that one iteration computes, over severa
 MANY = 32  # iterations that fill registers; with fewer, a free size stays free
 LARGE = 4096  # elements of a call that takes longer than the call itself: smaller ones share kernels
 SHARED = 0.4  # share of the work saved from which an axis without selections is written out, too
-_KNOWN: dict[str, Callable[..., Any]] = {
-    name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
-} | {"logical_not": operator.not_, "logical_and": operator.and_, "logical_or": operator.or_}
 
 
 def write_out(
@@ -134,10 +130,10 @@ def _chooses(rows: Sequence[Row], axis: Sym) -> bool:
     for row in rows:
         of_args = [behind[a] for a in row.args]
         own = {s for e in row_exprs(row) for s in symbols(e)}
-        known = row.op in ("const", "index") or row.op in _KNOWN
+        known = row.op in ("const", "index") or is_test(row)
         found = [s for s in of_args if s is not None]
         behind.append(own.union(*found) if known and len(found) == len(of_args) else None)
-    return any(row.op == "where" and behind[row.args[0]] == {axis} for row in rows)
+    return any(row.traits.chooses and behind[row.args[0]] == {axis} for row in rows)
 
 
 def copies(
@@ -159,7 +155,7 @@ def copies(
             if row_exprs(row):
                 row = map_exprs(row, moved)
             row = Row(row.op, tuple(number[a] for a in row.args), row.dtype, row.attr)
-            if row.op in _KNOWN and always(out.rows, row):
+            if is_test(row) and always(out.rows, row):
                 row = Row("const", (), row.dtype, "True")
             number[n] = settled(out, row)
         kept += [(buffer, moved(e), number[r]) for buffer, e, r in stores]
@@ -169,16 +165,14 @@ def copies(
 def settled(out: Recorder, row: Row) -> int:
     """The number of a row in `out` equal to `row`, simplified by the constants that are known by now."""
     known = [_constant(out.rows[a]) for a in row.args]
-    if row.op == "where" and known[0] is not None:
+    if row.traits.chooses and known[0] is not None:
         return row.args[1 if known[0] else 2]
-    if row.op == "logical_and" and True in known:
+    if is_both(row) and True in known:
         return row.args[1 - known.index(True)]
-    value: Any = None
+    value: Any = outcome(row, known)
     if row.op == "index":
         value = row.attr.as_int()
-    elif row.op in _KNOWN and None not in known:
-        value = _KNOWN[row.op](*known)
-    elif row.op == "logical_and" and False in known:
+    elif is_both(row) and False in known:
         value = False
     elif row.op == "load" and known == [False]:  # the value is not used
         value = 0.0 if row.dtype.is_floating_point else False if row.dtype is torch.bool else 0

@@ -77,10 +77,11 @@ def _holds(axis: Axis, count: int, rows: Sequence[Row], row: Row) -> bool:
     `count` iterations of the given axis are one of the new axis, which ends at size / count - 1.
     """
     sides = [_index(rows[a]) for a in row.args]
-    if len(sides) != 2 or None in sides or row.op not in ("lt", "le", "gt", "ge"):
+    sign = row.traits.sign
+    if len(sides) != 2 or None in sides or sign not in ("<", "<=", ">", ">="):
         return False
-    less, more = sides if row.op in ("lt", "le") else sides[::-1]
-    gap = more - less - (row.op in ("lt", "gt"))  # type: ignore[operator]
+    less, more = sides if sign in ("<", "<=") else sides[::-1]
+    gap = more - less - (sign in ("<", ">"))  # type: ignore[operator]
     step = coefficient(gap, axis.sym)
     if step is None or step not in (expr(count), expr(-count)):
         return False
