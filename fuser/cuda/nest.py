@@ -55,6 +55,7 @@ class Function:
     stages: int = 0  # pipelined steps of its loop; 0: Triton's default
     registers: int = 0  # most registers of a thread; 0: no limit
     helpers: tuple[str, ...] = ()  # texts of functions that it calls
+    unordered: bool = False  # atomics combine its results in no order
 
 
 class Nest:

@@ -20,10 +20,12 @@ Written = tuple[tuple[Function, ...], tuple[()], tuple[Guard, ...]]
 
 def write_scatter(plan: KernelPlan, name: str, ctx: Context) -> Written:
     """The kernel of a scatter's plan, and its guards."""
+    assert plan.ordered is not None
     nest = Scatter(_in_no_order(plan), name, ctx)
     nest.open_programs()
     nest.all_at_once()
-    return (nest.close_function(name, nest.units()),), (), tuple(dict.fromkeys(nest.guards))
+    made = dataclasses.replace(nest.close_function(name, nest.units()), unordered=bool(plan.ordered.how))
+    return (made,), (), tuple(dict.fromkeys(nest.guards))
 
 
 def _in_no_order(plan: KernelPlan) -> KernelPlan:

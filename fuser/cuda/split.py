@@ -64,7 +64,8 @@ class Cut:
     """Whether the reduced axes are cut into chunks (`split`), and how data is loaded.
 
     `ahead`: chunks are loaded to registers a step ahead; `whole`: uncut columns are, with this tile; both use an
-    eviction policy. None: loads go through shared memory. `guards`: the sizes for which the same choice holds.
+    eviction policy. None: loads go through shared memory. `small`: the only tensor is smaller than the cache. `guards`:
+    the sizes for which the same choice holds.
     """
 
     split: bool
@@ -72,6 +73,7 @@ class Cut:
     ahead: tiles.Ahead | None = None
     whole: tiles.Tile | None = None
     eviction: str = ""
+    small: bool = False
 
 
 def cut(plan: KernelPlan, ctx: Context) -> Cut:
@@ -91,9 +93,8 @@ def _cut(plan: KernelPlan, ctx: Context) -> Cut:
     if column and loading.ahead is not None:
         width = loading.ahead.tile.outer
         units = programs(plan, width)
-        small = loading.guards[0][0] == "lt"
         at_least, whole, below = tiles.whole_columns(
-            ctx.hint(units), width, narrowest(plan), _takes_registers(plan), small
+            ctx.hint(units), width, narrowest(plan), _takes_registers(plan), loading.small
         )
         guards += [("le", expr(at_least), units)] if at_least else []
         guards += [("lt", units, expr(below))] if below else []
@@ -146,7 +147,7 @@ def _takes_registers(plan: KernelPlan) -> bool:
 
 
 def _loading(plan: KernelPlan, ctx: Context) -> Cut:
-    """How a loop over chunks loads. For a single tensor, the first guard says whether it is smaller than the cache."""
+    """How a loop over chunks loads."""
     read = _read(plan)
     if len(read) != 1:
         return Cut(True)
@@ -157,7 +158,7 @@ def _loading(plan: KernelPlan, ctx: Context) -> Cut:
     several = _takes_registers(plan)
     ahead = _ahead_columns(plan, several, ctx) if is_column(plan) else tiles.AHEAD_ROWS[several][narrowest(plan)]
     if size < tiles.PASSING_FROM:
-        return Cut(True, (("lt", moved, passing),), ahead)
+        return Cut(True, (("lt", moved, passing),), ahead, small=True)
     eviction = tiles.PASSING if not read & ctx.later else ""
     return Cut(True, (("le", passing, moved), ("lt", moved, below)), ahead, eviction=eviction)
 

@@ -37,7 +37,7 @@ Run = Callable[..., Any]
 def variants(source: Source) -> dict[str, Source]:
     """At most `MOST` sources that differ from `source`, by the text of their variant."""
     found: dict[str, Source] = {}
-    if source.again is None or any(_scatters(f.text) for f in source.functions):
+    if source.again is None or any(f.unordered for f in source.functions):
         return found
     seen = {_kernels(source)}
     for v in VARIANTS:
@@ -49,11 +49,6 @@ def variants(source: Source) -> dict[str, Source]:
             seen.add(_kernels(other))
             found[str(v)] = other
     return found
-
-
-def _scatters(text: str) -> bool:
-    """Whether a kernel writes results by atomics, in no order; atomics that count programs do not matter."""
-    return any("tl.atomic" in line and "_arrived" not in line for line in text.splitlines())
 
 
 def _kernels(source: Source) -> Any:
