@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fuser import targets
 from fuser.errors import Unsupported
 from fuser.reasons import because
 from fuser.trials import PLAIN_TENSORS
@@ -22,7 +23,7 @@ def stand_in(found: Any) -> Any:
     if not isinstance(found, tuple):
         return found
     size, stride, dtype, device = found
-    if device.type == "cpu":
+    if targets.is_host(device):
         return torch.empty_strided(size, stride, dtype=dtype)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -32,7 +33,7 @@ def stand_in(found: Any) -> Any:
 
 def as_json(a: Any) -> Any:
     """An argument's outline for another process. Unsupported unless it is a CPU tensor or a number."""
-    if isinstance(a, torch.Tensor) and a.device.type == "cpu":
+    if isinstance(a, torch.Tensor) and targets.is_host(a.device):
         return {"tensor": [str(a.dtype).removeprefix("torch."), list(a.shape), list(a.stride())]}
     if type(a) not in (bool, int, float):
         raise Unsupported(because("data_size", "an argument that has no outline"))

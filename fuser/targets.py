@@ -2,7 +2,8 @@
 
 The package's own records are `cpu/target.py` and `cuda/target.py`; a device from outside passes its own to
 `fuser.register_fusion_backend`. No other folder compares names of devices, with one exception: torch's own facts about
-eager (`lowering/corrections.py`), which a record selects by `eager`.
+eager (`lowering/corrections.py`, `lowering/known_shapes.py`), which a record selects by `eager`.
+`tests/null/test_names.py` looks for such comparisons.
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ class Target:
     empty_statistics: whether eager's batch norm returns empty statistics outside training; None: unknown.
     masks_kinks: whether eager's gradients of functions with a kink keep what a comparison selects (nothing for NaN),
       as its vector kernels do; else they drop what the opposite comparison selects.
+    libraries: the libraries by which eager multiplies, convolves and attends: "onednn", "cublas", "cudnn", "flash".
 
     Kernels:
     dtypes: dtypes that kernels load and store.
     ordered: whether points of a scatter or scan can run in order. Otherwise scatters need the atomic operations of
       `ReductionRow.atomic`; others run on ATen.
     races: whether a kernel is timed beside ATen before it stays.
+    contracts: whether a product and a sum in a kernel may be rounded once, other than in eager.
+    templates: dtypes of products that kernels compute together with the operators after them.
+    scores, score_gradients: dtypes of attention with a score modification in kernels, and whether these have gradients.
 
     Loops:
     vector_bytes: of a register. Rows too short to fill one are vectorised across rows.
@@ -86,9 +91,14 @@ class Target:
     wide_sums: bool = False
     empty_statistics: bool | None = None
     masks_kinks: bool = False
+    libraries: frozenset[str] = frozenset()
     dtypes: frozenset[torch.dtype] = DTYPES
     ordered: bool = True
     races: bool = False
+    contracts: bool = False
+    templates: tuple[torch.dtype, ...] = ()
+    scores: tuple[torch.dtype, ...] = ()
+    score_gradients: bool = False
     vector_bytes: int = 0
     dearly_folded: int = 0
     column_block: int = 0
@@ -148,6 +158,23 @@ def known(device_type: str) -> Target | None:
     """The record of a device type; None if there is none."""
     own = OWN.get(device_type)
     return _targets.get(device_type) or (own() if own is not None else None)
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether a device's memory is the host's."""
+    return device.type == HOST
+
+
+def like_host(device: torch.device) -> bool:
+    """Whether eager's kernels on a device give what those on the host give."""
+    target = known(device.type)
+    return is_host(device) if target is None else target.like == HOST
+
+
+def has(device: torch.device, library: str) -> bool:
+    """Whether eager computes by a library on a device (`Target.libraries`)."""
+    target = known(device.type)
+    return target is not None and library in target.libraries
 
 
 def of(device_type: str) -> Target:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fuser import targets
 from fuser.canonical.portable import decode_value, encode_value
 from fuser.errors import AotError, GraphError
 
@@ -42,7 +43,7 @@ class Writer:
         if not dense:
             t = t.contiguous()
         flat = t.as_strided((t.numel(),), (1,)).cpu().view(torch.uint8) if t.numel() else torch.zeros(0).byte()
-        device = [t.device.type] if t.device.type != "cpu" else []
+        device = [] if targets.is_host(t.device) else [t.device.type]
         dtype = encode_value(t.dtype)["dtype"]
         self.rows.append([dtype, list(t.shape), list(t.stride()), self._size, t.numel(), *device])
         self._known[identity] = len(self.rows) - 1

@@ -9,16 +9,13 @@ from typing import Any
 import torch
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 
+from fuser import targets
 from fuser.attention.blocks import blocks_of
 from fuser.attention.by_rows import ByRows
 from fuser.attention.scores import Mods
 from fuser.errors import CompileError, NotNow, Unsupported
 from fuser.reasons import because
 
-DTYPES = {
-    "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
-    "cuda": (torch.float32, torch.bfloat16, torch.float16),
-}
 Buffers = Sequence[Any]
 
 
@@ -68,7 +65,7 @@ class Forward(_Served):
         of_mask: Buffers,
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
         def run() -> Any:
-            by = self._by_rows if q.device.type == "cpu" else self._kernels.forward
+            by = self._by_rows if targets.is_host(q.device) else self._kernels.forward
             return by(q, k, v, blocks_of(blocks), (*of_mod, *of_mask))
 
         found = self.fused(run, q, k, v)
@@ -116,9 +113,11 @@ class Backward(_Served):
 
 def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether kernels accept tensors like these."""
+    target = targets.known(q.device.type)
     return (
-        all(type(t) in (torch.Tensor, torch.nn.Parameter) and t.dim() == 4 for t in (q, k, v))
-        and q.dtype in DTYPES.get(q.device.type, ())
+        target is not None
+        and all(type(t) in (torch.Tensor, torch.nn.Parameter) and t.dim() == 4 for t in (q, k, v))
+        and q.dtype in target.scores
         and q.dtype == k.dtype == v.dtype
         and q.numel() > 0
         and k.numel() > 0

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fuser import targets
 from fuser.contests.middle import median
 from fuser.lazy_dataclasses import dataclass
 
@@ -190,8 +191,9 @@ def is_slower(mine: Sequence[float], theirs: Sequence[float], limit: float) -> b
 
 def seconds_a_call(function: Callable[..., Any], args: Sequence[Any], least: float) -> float:
     """Seconds of a call, averaged over as many as take `least` seconds; a GPU is synchronised."""
-    on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
-    done: Callable[[], Any] = torch.cuda.synchronize if on_gpu else lambda: None
+    away = (a.device for a in args if isinstance(a, torch.Tensor) and not targets.is_host(a.device))
+    device = next(away, None)
+    done: Callable[[], Any] = (lambda: None) if device is None else torch.get_device_module(device).synchronize
     calls = 0
     done()
     start = time.perf_counter()

@@ -6,6 +6,8 @@ import torch
 
 from fuser.targets import DTYPES, Target
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
 # `few_rows`: a multiprocessor of an H200 reads 70 GB/s, so 60 rows use all memory bandwidth. From 32 rows on, two
 # further launches cost as much as they gain, unless the rows in flight are read from memory twice: 67108 rows of 1000
 # columns took 2.8 times TorchInductor's time in 8 programs (bfloat16), 1.3 times in 32 (float32); 4096 columns took
@@ -19,5 +21,6 @@ TARGET = Target(
     "cuda", empty_statistics=False, dtypes=DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}, ordered=False,
     unrolls=8, joins=True, joins_stored=1 << 20, sums_by_dims=False, window_dims=2, few_rows=32, long_row=1 << 17,
     long_column=513, rows_at_once=132, cached=40 << 20, column_bytes=128, square_tiles=True, neighbours=8, moments=True,
-    apart=True, recompute_cost=64, write_worth=1,
+    apart=True, recompute_cost=64, write_worth=1, libraries=frozenset({"cublas", "cudnn", "flash"}), contracts=True,
+    templates=_FLOATS, scores=_FLOATS, score_gradients=True,
 )  # fmt: skip

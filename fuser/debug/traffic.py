@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from fuser import targets
 from fuser.codegen.program import ProgramBuilder
 from fuser.ir.sizes import INDIRECT, Expr, Sym, evaluate, symbols
 from fuser.lazy_dataclasses import dataclass
@@ -96,7 +97,7 @@ def product_rate(device: str, threads: int) -> float:
 
     An upper bound for compute-bound kernels; torch's TF32 setting applies. `threads` is torch's current number.
     """
-    n = 1024 if device == "cpu" else 8192
+    n = 1024 if device == targets.HOST else 8192
     a, b = torch.ones(n, n, device=device), torch.ones(n, n, device=device)
     best = math.inf
     for _ in range(4):
@@ -147,8 +148,8 @@ def _wait(device: str) -> None:
 @functools.cache
 def cache_bytes(device: str = "cpu") -> int:
     """Bytes of the device's largest cache: data that fits is read faster than a copy in memory."""
-    if device == "cuda":
-        return int(torch.cuda.get_device_properties(0).L2_cache_size)
+    if device != targets.HOST:
+        return int(torch.get_device_module(device).get_device_properties(0).L2_cache_size)
     names = ("SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE")
     found = [os.sysconf(n) for n in names if n in os.sysconf_names]
     return max([n for n in found if n > 0], default=8 << 20)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fuser import compiler, config, notices
+from fuser import compiler, config, notices, targets
 from fuser.compiler import CpuBackend
 from fuser.errors import ConfigError, FuserError
 from fuser.frontends import fakes, guarantees, plain_trace
@@ -119,7 +119,7 @@ def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], recorded: bool
 ) -> Function:  # fmt: skip
     missing = compiler.why_not("cpu") if compiler.is_broken("cpu") else None
-    if missing is not None and _devices(gm, example_inputs) <= {"cpu", "meta"}:
+    if missing is not None and _devices(gm, example_inputs) <= {targets.HOST, "meta"}:
         notices.warn_once(f"{missing}; the groups concerned run by ATen")
         _remember_eager(missing, options)
         return for_eager(gm).forward

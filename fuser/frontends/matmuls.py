@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config, forks, interface
+from fuser import config, forks, interface, targets
 from fuser.cuda import choices, fused_kernel, matmul
 from fuser.errors import CompileError, Unsupported
 from fuser.lazy_dataclasses import dataclass
@@ -76,7 +76,8 @@ def _is_matmul(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if node.target not in _MATMULS or node.kwargs or not isinstance(value, torch.Tensor):
         return False
-    return value.device.type == "cuda" and value.dtype in matmul.DTYPES and value.layout is torch.strided
+    target = targets.known(value.device.type)
+    return target is not None and value.dtype in target.templates and value.layout is torch.strided
 
 
 def _is_returned(node: fx.Node) -> bool:

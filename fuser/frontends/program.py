@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config
+from fuser import config, targets
 from fuser.errors import Unsupported
 from fuser.frontends import batching, sequences
 from fuser.frontends.bodies import Call
@@ -137,7 +137,7 @@ class Program:
 
     def _may_be_sequence(self) -> bool:
         values = [p.meta.get("val") for p in self.placeholders]
-        on_cpu = all(v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
+        on_cpu = all(targets.is_host(v.device) for v in values if isinstance(v, torch.Tensor))
         if config.sequences == "none" or (config.sequences == "cpu" and not on_cpu):
             return False
         if not sequences.are_possible() or any(s.node is not None and moves_memory(s.node) for s in self.statements):

@@ -18,6 +18,7 @@ from torch.autograd.function import Function as AutogradFunction
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fuser import targets
 from fuser.frontends.bodies import for_eager, put_call
 from fuser.passes.checking import copied
 from fuser.passes.randomness import Draw, drawn_again, draws_numbers, packet_name, seeds_again
@@ -51,7 +52,7 @@ class Replay:
         self._kept = tuple(sorted(written if needed is None else written & needed))
         self._see = seen()
         self._states = [_generator(d).get_state for d in self._devices]
-        self._on_cuda = any(d.type == "cuda" for d in self._devices)
+        self._on_gpu = not all(map(targets.is_host, self._devices))
         self.note: Function = self._note if self._devices or self._kept else self._see
 
     def _note(self, *args: Any) -> Noted:
@@ -61,7 +62,7 @@ class Replay:
                 kept = tuple(t.clone() for t in written)
         else:
             kept = tuple(t.clone() for t in written)
-        states = None if self._on_cuda and _is_recording() else tuple(state() for state in self._states)
+        states = None if self._on_gpu and _is_recording() else tuple(state() for state in self._states)
         return Noted(self._see(*args), kept, states)
 
     def inputs(self, noted: Any, required: Sequence[bool]) -> list[Any]:
@@ -162,9 +163,10 @@ def _is_recording() -> bool:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
+    if targets.is_host(device):
+        return torch.default_generator
+    found: torch.Generator = torch.get_device_module(device).default_generators[device.index or 0]
+    return found
 
 
 class _Drawing(TorchDispatchMode):

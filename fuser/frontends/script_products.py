@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuser import config
+from fuser import config, targets
 from fuser.frontends.script_memory import every_node
 from fuser.frontends.script_operators import NAMESPACE
 from fuser.passes.onednn import chosen, fits
@@ -41,7 +41,7 @@ def _op_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return None
-    if any(t.dtype is not torch.float32 or t.device.type != "cpu" or t.layout is not torch.strided for t in given):
+    if not all(t.dtype is torch.float32 and targets.is_host(t.device) and t.layout is torch.strided for t in given):
         return None
     alike = x.dim() > 0 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]
     alike = alike and (bias is None or bias.shape == weight.shape[:1])

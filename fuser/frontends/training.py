@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fuser import config
+from fuser import config, targets
 from fuser.frontends.functional import Compiled, compile_functional
 from fuser.frontends.unused_results import reached_results, read_gradients
 from fuser.frontends.views_of_inputs import view_written_inputs
@@ -200,7 +200,7 @@ def _floats_as_integers(joint: fx.GraphModule) -> dict[str, Any]:
 
 def is_on_cpu(module: fx.GraphModule) -> bool:
     """Whether all tensors of a graph are on the CPU."""
-    return all(t.device.type == "cpu" for n in module.graph.nodes for t in tensors_of(n.meta.get("val")))
+    return all(targets.is_host(t.device) for n in module.graph.nodes for t in tensors_of(n.meta.get("val")))
 
 
 def draws(node: fx.Node) -> bool:
@@ -259,6 +259,7 @@ def is_small(module: fx.GraphModule) -> bool:
     """Whether no tensor of a graph is large enough for warm memory, for any sizes that the graph accepts."""
     for node in module.graph.nodes:
         for t in tensors_of(node.meta.get("val")):
-            if t.device.type == "cpu" and (not isinstance(t.numel(), int) or t.numel() * t.element_size() >= WARM_MIN):
+            n = t.numel()
+            if targets.is_host(t.device) and (not isinstance(n, int) or n * t.element_size() >= WARM_MIN):
                 return False
     return True

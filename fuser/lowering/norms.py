@@ -18,6 +18,7 @@ from fuser.lowering.entries import lower
 from fuser.lowering.pointwise import result_dtype
 from fuser.lowering.reductions import Element, divided, moments, reduce
 from fuser.reasons import because
+from fuser.targets import HOST
 
 Statistics = tuple[TensorBox, TensorBox, TensorBox]
 _OF_BATCHES = frozenset(
@@ -76,7 +77,7 @@ def lower_softmax_backward(
     ctx: LoweringContext, grad: TensorBox, out: TensorBox, dim: int, input_dtype: Any = None
 ) -> TensorBox:
     """(grad - sum(grad * out)) * out, or grad - exp(out) * sum(grad)"""
-    if input_dtype not in (None, grad.dtype) and ctx.target.device_type == "cpu":
+    if input_dtype not in (None, grad.dtype) and ctx.target.like == HOST:
         raise Unsupported("the gradient of a softmax in another dtype than its input's")  # ATen's differs
     dtype = result_dtype(ctx)
     wide = compute_dtype(grad.dtype)

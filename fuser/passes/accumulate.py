@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config
+from fuser import config, targets
 from fuser.passes.calls import put_for
 from fuser.passes.classify import LIBRARY, op_name
 from fuser.passes.hints import are_numbers, is_contiguous, same
@@ -101,7 +101,7 @@ def _is_plain(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not are_numbers(*value.shape):
         return False
-    return value.dtype is torch.float32 and value.device.type == "cpu" and value.is_contiguous()
+    return value.dtype is torch.float32 and targets.is_host(value.device) and value.is_contiguous()
 
 
 def _add_rows(node: fx.Node, own: Any, scattered: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from fuser import config
+from fuser import config, targets
 from fuser.errors import Unsupported
 from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
 from fuser.passes.rounded_factors import product_rounds_no_more
@@ -57,7 +57,9 @@ def operands(node: fx.Node) -> tuple[Any, torch.Tensor, torch.Tensor] | None:
         return None
     args: Any = node.args[int(is_backward(node)) :]
     x, weight = (a.meta.get("val") for a in args[:2])
-    if x.device.type != "cuda" or x.dtype is not weight.dtype or not product_rounds_no_more(x.dtype) or args[6]:
+    if not targets.has(x.device, "cudnn") or x.dtype is not weight.dtype or args[6]:
+        return None
+    if not product_rounds_no_more(x.dtype):
         return None
     return args, x, weight
 

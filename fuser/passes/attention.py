@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fuser import config
+from fuser import config, targets
 from fuser.attention.products import product_dtype
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import attention_masks as masks
@@ -145,7 +145,7 @@ def _weights_reader(node: fx.Node) -> _Found:
 def _live_dropout(call: Call, before: float) -> float:
     """The dropout's probability. Fused attention supports dropout on CUDA alone, with random numbers of its own."""
     share, value = call.arg(1, "p", 0.5), value_of(call.node)
-    fused = value is not None and value.device.type == "cuda" and getattr(config, "random", "") != "eager"
+    fused = value is not None and targets.has(value.device, "flash") and getattr(config, "random", "") != "eager"
     if not fused or before or not isinstance(share, float) or not 0 < share < 1:
         raise Mismatch
     return share
@@ -307,10 +307,10 @@ def _is_slower(found: _Found, dtype: torch.dtype, shape: Sequence[str]) -> bool:
     if q is None or v is None or scores is None:
         return False
     trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v))
-    if q.device.type == "cuda":
+    if targets.has(q.device, "flash"):
         widths = [size_hint(t.shape[f.order[-1]]) for t, f in ((q, found.q), (v, found.v)) if f.order[-1] is not None]
         return trained and max(widths) > _WIDEST_HEAD
-    if q.device.type != "cpu" or product_dtype(dtype) is not dtype or not shape[-1].isdigit():
+    if not targets.has(q.device, "onednn") or product_dtype(dtype) is not dtype or not shape[-1].isdigit():
         return False
     narrow, keys = dtype.itemsize < 4, int(shape[-1])
     *batch, rows, _ = map(size_hint, scores.shape)
@@ -332,7 +332,7 @@ def _is_exact(query: torch.Tensor, shape: Sequence[str]) -> bool:
     for 7 keys, 1.8 and 3.4 for 64, 1.6 and 2.5 for 197, 1.0 and 1.4 for 1024. In 16-bit floats all fused kernels have
     smaller errors than products, except in single gradients with very few keys.
     """
-    if query.device.type != "cuda":
+    if not targets.has(query.device, "flash"):
         return True
     kind = query.dtype in SIXTEEN or torch.get_float32_matmul_precision() != "highest"
     least = _FEWEST_KEYS[kind][torch.is_grad_enabled() and query.requires_grad]

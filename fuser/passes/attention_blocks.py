@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config
+from fuser import config, targets
 from fuser.attention.reach import RANGES, Reaching
 from fuser.attention.reached import BACKWARD, CUDNN_BACKWARD, FORWARD, Reached
 from fuser.lowering.shapes import dense_strides, order_like
@@ -51,7 +51,7 @@ def _reached(node: fx.Node, reach: Reaching) -> Reached | None:
     query, key, value, mask = values
     if not query.dim() == key.dim() == value.dim() == 4 or not 2 <= mask.dim() <= 4:
         return None
-    if query.device.type != "cuda" or reach.share > _MOST[backward] or not _is_plain(node, backward):
+    if not targets.has(query.device, "flash") or reach.share > _MOST[backward] or not _is_plain(node, backward):
         return None
     sizes = size_hint(query.shape[2]), size_hint(key.shape[2])
     here = reach.at(*sizes)

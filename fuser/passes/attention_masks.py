@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser import targets
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.calls import emit, value_of
 from fuser.passes.constants import distinct, evaluated
@@ -148,7 +149,8 @@ def without_mask(node: fx.Node) -> int:
         if total is None or value.dim() > q.dim():
             return 0
         if total.any():
-            return _infinite(node, mask, total, q) if value.dtype is torch.bool and q.device.type == "cuda" else 0
+            infinite = value.dtype is torch.bool and targets.has(q.device, "flash")
+            return _infinite(node, mask, total, q) if infinite else 0
     node.args = node.args[:3]
     node.kwargs = {**{n: v for n, v in node.kwargs.items() if n != "attn_mask"}, "is_causal": causal}
     return 1

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config
+from fuser import config, targets
 from fuser.passes.calls import put_for
 from fuser.passes.cublas import is_left_alone
 from fuser.passes.hints import are_numbers
@@ -26,7 +26,9 @@ def _is_biased(node: fx.Node) -> bool:
         return False
     value: Any = node.meta.get("val")
     bias: Any = node.args[2].meta.get("val")
-    if not isinstance(value, torch.Tensor) or not isinstance(bias, torch.Tensor) or value.device.type != "cuda":
+    if not isinstance(value, torch.Tensor) or not isinstance(bias, torch.Tensor):
+        return False
+    if not targets.has(value.device, "cudnn"):
         return False
     same = value.dtype == bias.dtype and value.dtype.is_floating_point and are_numbers(*bias.shape)
     return same and not is_left_alone(node)
@@ -70,7 +72,7 @@ def bias_gradients_apart(module: fx.GraphModule) -> int:
 def _sums_on_cuda(node: fx.Node) -> bool:
     grad: Any = node.args[0]
     value = grad.meta.get("val")
-    on_cuda = isinstance(value, torch.Tensor) and value.device.type == "cuda" and value.dtype.is_floating_point
+    on_cuda = isinstance(value, torch.Tensor) and targets.has(value.device, "cudnn") and value.dtype.is_floating_point
     return bool(on_cuda and node.args[10][2])  # type: ignore[index]
 
 

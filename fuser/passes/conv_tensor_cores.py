@@ -28,7 +28,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fuser import config
+from fuser import config, targets
 from fuser.passes.conv_orders import are_faster_last
 from fuser.passes.depthwise import is_depthwise
 from fuser.passes.example_sizes import by_example
@@ -109,7 +109,7 @@ def _is_for_tensor_cores(node: fx.Node, tf32: bool) -> bool:
     if not values or not plain:
         return False
     x = values[0]
-    return x.device.type == "cuda" and (x.dtype in HALVES or x.dtype is torch.float32 and tf32)
+    return targets.has(x.device, "cudnn") and (x.dtype in HALVES or x.dtype is torch.float32 and tf32)
 
 
 def _bytes(*nodes: Any) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fuser import config
+from fuser import config, targets
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import conv_forms
 from fuser.passes.conv_epilogues import following
@@ -53,7 +53,7 @@ def _are_images(*nodes: Any) -> bool:
     values = [n.meta.get("val") if isinstance(n, fx.Node) else None for n in nodes]
     return all(
         isinstance(v, torch.Tensor) and v.dim() == 4 and are_numbers(*v.shape) and v.numel()
-        and v.device.type == "cpu" and v.dtype in (torch.float32, torch.bfloat16) and takes_dtype(v.dtype)
+        and targets.has(v.device, "onednn") and v.dtype in (torch.float32, torch.bfloat16) and takes_dtype(v.dtype)
         for v in values
     )  # fmt: skip
 
@@ -254,7 +254,7 @@ def convolutions_channels_last(module: fx.GraphModule) -> int:
 
 
 def _is_on_cpu(node: fx.Node) -> bool:
-    return node.target is aten.convolution.default and node.meta["val"].device.type == "cpu"
+    return node.target is aten.convolution.default and targets.has(node.meta["val"].device, "onednn")
 
 
 def _convert_all(graph: fx.Graph, mode: FakeTensorMode) -> int:

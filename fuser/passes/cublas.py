@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config
+from fuser import config, targets
 from fuser.passes.calls import put_for
 from fuser.passes.classify import Kind, classify, is_view
 from fuser.passes.hints import are_numbers
@@ -27,7 +27,7 @@ _KEEP_COLUMNS = frozenset({aten.view.default, aten._unsafe_view.default, aten.re
 def _value(node: Any) -> torch.Tensor | None:
     """The recorded dense CUDA tensor of a node, or None."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cuda"
+    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and targets.has(value.device, "cublas")
     return value if plain else None
 
 

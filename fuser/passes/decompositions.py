@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fuser import compiler
+from fuser import compiler, targets
 from fuser.passes import resizing
 from fuser.passes.classify import LIBRARY, op_name
 
@@ -94,7 +94,7 @@ def _row_major(general: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _unless_on_cpu(general: Callable[..., Any], grad: Any, *args: Any) -> Any:
     """The result of `general`; on the CPU ATen's kernel is two to four times as fast as its selections and sums."""
-    return NotImplemented if grad.device.type == "cpu" else general(grad, *args)
+    return NotImplemented if targets.is_host(grad.device) else general(grad, *args)
 
 
 def _rrelu(functional: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fuser import config
+from fuser import config, targets
 from fuser.passes.conv_bias import gradient_of, leave_out
 from fuser.passes.depthwise import is_depthwise
 from fuser.passes.example_sizes import by_example
@@ -54,7 +54,7 @@ def _is_known(node: fx.Node) -> bool:
     args: Any = node.args
     sides = zip(weight.shape[2:], *args[4:7], strict=True)
     plain = all(k % 2 and s == d == 1 and p == k // 2 for k, s, p, d in sides)
-    large = x.numel() >= _LEAST and x.shape[1] % _CHANNELS == 0 and x.device.type == "cuda"
+    large = x.numel() >= _LEAST and x.shape[1] % _CHANNELS == 0 and targets.has(x.device, "cudnn")
     return bool(plain and large and is_last(grad) and is_last(x) and grad.dtype is weight.dtype is x.dtype)
 
 

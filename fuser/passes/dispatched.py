@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fuser import forks
+from fuser import forks, targets
 from fuser.lowering.corrections import suggests_channels_last
 from fuser.passes.resizing import is_large
 
@@ -110,7 +110,7 @@ class _Resized:
         x, sizes, *rest, factors = (given[name] for name in self.names)
         has_gradient = torch.is_grad_enabled() and x.requires_grad
         made = sizes if factors is None else [n * factor for n, factor in zip(x.shape[2:], factors, strict=True)]
-        if x.device.type != "cpu" and not has_gradient and not is_large(self.name, x, made):
+        if not targets.like_host(x.device) and not has_gradient and not is_large(self.name, x, made):
             resized = self.own(x, sizes, *rest, factors)
             layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
             return resized.contiguous(memory_format=layout) if suggests_channels_last(x) else resized
@@ -137,7 +137,7 @@ def _max_pool1d(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A 1-d max pool. Without a gradient on the CPU eager has a row-major kernel; else it is the 2-d pool."""
     pooled: torch.Tensor = aten.max_pool1d_with_indices(x, *args, **kwargs)[0]
     differentiable = torch.is_grad_enabled() and x.requires_grad
-    return pooled if differentiable or x.device.type != "cpu" else pooled.contiguous()
+    return pooled if differentiable or not targets.like_host(x.device) else pooled.contiguous()
 
 
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
@@ -158,7 +158,7 @@ def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 def _joined(x: torch.Tensor, pad: Sequence[Any]) -> torch.Tensor:
     """A circular pad as a join of the end, the whole and the beginning along each dim; composite if not supported."""
     known = all(type(n) is int and n >= 0 for n in (*pad, *x.shape)) and len(pad) <= 2 * x.dim() - 2 and any(pad)
-    if x.device.type != "cpu" or not known or any(n > x.shape[-1 - i // 2] for i, n in enumerate(pad)):
+    if not targets.like_host(x.device) or not known or any(n > x.shape[-1 - i // 2] for i, n in enumerate(pad)):
         made: torch.Tensor = aten._pad_circular.default._op_dk(COMPOSITE, x, pad)
         return made
     for i in range(len(pad) // 2):

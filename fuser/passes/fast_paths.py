@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fuser import targets
 from fuser.attention.products import product_dtype
 
 
@@ -44,7 +45,7 @@ def encoder_layer(
 
     NotImplemented, so that the operator stays whole, for a mask, and on a GPU, where eager's GELU is the tanh form.
     """
-    if mask is not None or src.device.type != "cpu" or src.dim() != 3:
+    if mask is not None or not targets.like_host(src.device) or src.dim() != 3:
         return NotImplemented
 
     def first(x: torch.Tensor) -> torch.Tensor:

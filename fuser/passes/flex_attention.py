@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser import targets
 from fuser.attention.scores import Mods, write_scores
-from fuser.attention.served import DTYPES, Backward, Forward
+from fuser.attention.served import Backward, Forward
 from fuser.errors import Unsupported
 from fuser.passes.classify import WHY
 from fuser.passes.hints import are_numbers
@@ -81,10 +82,11 @@ def _is_served(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
 def _served(module: fx.GraphModule, node: fx.Node, name: str) -> tuple[Any, tuple[Any, ...]]:
     """The callable that runs a call with kernels, and its arguments. Unsupported if there is none."""
     value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
-    if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES.get(value.device.type, ()):
+    device = targets.known(value.device.type) if isinstance(value, torch.Tensor) else None
+    if value is None or device is None or value.dtype not in device.scores:
         raise Unsupported("no kernel of attention takes tensors of this device and dtype")
     forward = name == "flex_attention"
-    if not forward and value.device.type == "cpu":
+    if not forward and not device.score_gradients:
         raise Unsupported("the gradients of attention with a score modification have no kernels on the CPU")
     read = _results_read(node)
     if read is None or not read <= set(_RESULTS[name]):

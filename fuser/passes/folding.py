@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from fuser import targets
 from fuser.canonical.schemas import is_pointwise
 from fuser.passes.classify import tensors_of
 from fuser.passes.cleanup import reaches_output, same_static_shape
@@ -164,7 +165,7 @@ def numbers_on_device(module: fx.GraphModule) -> int:
         made: dict[torch.device, fx.Node] = {}
         for user in list(node.users) if number is not None else ():
             device = _device_of_elements(user)
-            if device is None or device.type == "cpu":
+            if device is None or targets.is_host(device):
                 continue
             if device not in made:
                 value = node.meta["val"]
@@ -185,7 +186,7 @@ def _lifted_number(module: fx.GraphModule, node: fx.Node) -> Any:
     if source.op != "get_attr" or not isinstance(getattr(node.meta.get("val"), "fake_mode", None), FakeTensorMode):
         return None
     held = getattr(module, source.target, None)
-    if type(held) is not torch.Tensor or held.dim() or held.device.type != "cpu" or held.dtype.is_complex:
+    if type(held) is not torch.Tensor or held.dim() or not targets.is_host(held.device) or held.dtype.is_complex:
         return None
     with unset_fake_temporarily():
         return held.item()

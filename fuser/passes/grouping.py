@@ -19,6 +19,7 @@ from dataclasses import field
 import torch
 from torch import fx
 
+from fuser import targets
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.classify import (
     APART,
@@ -73,7 +74,7 @@ def is_grown(node: fx.Node) -> bool:
     if node.target is not torch.ops.aten.embedding_dense_backward.default or not isinstance(value, torch.Tensor):
         return False
     most = max(numel_hint(a.meta.get("val")) for a in node.all_input_nodes)
-    large = numel_hint(value) >= max(_LARGE, _GROWN * most) and value.device.type == "cpu"
+    large = numel_hint(value) >= max(_LARGE, _GROWN * most) and targets.is_host(value.device)
     return large and all(user.op == "output" for user in node.users)
 
 

@@ -16,6 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+from fuser import targets
 from fuser.canonical.schemas import is_pointwise
 from fuser.errors import Unsupported
 from fuser.lowering.corrections import corrected
@@ -311,7 +312,7 @@ def _adapt(node: fx.Node) -> bool:
     name = op_name(node.target)
     if name == "aten.avg_pool2d_backward":
         _, x, _, _, padding, *_ = node.args
-        if x.meta["val"].device.type == "cuda" and any(padding):  # type: ignore[union-attr, arg-type]
+        if not targets.like_host(x.meta["val"].device) and any(padding):  # type: ignore[union-attr, arg-type]
             node.target = own_operator("avg_pool2d_backward")
             return True
     if name == "fuser.max_pool_offsets_backward":

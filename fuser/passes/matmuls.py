@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config
+from fuser import config, targets
 from fuser.passes.calls import put_for
 from fuser.passes.classify import LIBRARY, is_view, op_name
 from fuser.passes.hints import are_numbers, same
@@ -76,7 +76,7 @@ def _is_cublas(node: fx.Node) -> bool:
     product in 16 bits would be rounded before the bias is added, and once more after it.
     """
     value = _value(node)
-    return value is not None and value.device.type == "cuda" and value.dtype is torch.float32
+    return value is not None and targets.has(value.device, "cublas") and value.dtype is torch.float32
 
 
 def addmm_to_add(module: fx.GraphModule) -> int:

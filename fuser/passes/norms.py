@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fuser import config
+from fuser import config, targets
 from fuser.canonical.schemas import is_pointwise
 from fuser.passes.again import AGAIN
 from fuser.passes.classify import after_tangents, draws
@@ -46,7 +46,7 @@ def _why_not(norm: fx.Node) -> bool:
     """Whether a norm does not qualify: not float32 on the CPU in training, or its input is not saved."""
     x, weight, bias, _, _, training, *_ = norm.args
     tensors = [n.meta["val"] for n in (x, weight, bias) if isinstance(n, fx.Node)]
-    plain = all(t.dtype is torch.float32 and t.device.type == "cpu" for t in tensors)
+    plain = all(t.dtype is torch.float32 and targets.is_host(t.device) for t in tensors)
     kept = any(u.target is aten.native_batch_norm_backward.default for u in x.users)  # type: ignore[union-attr]
     return not (plain and kept and training is True and tensors[0].dim() > 1)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config
+from fuser import config, targets
 from fuser.cpu import packed
 from fuser.cpu.dots import Epilogue
 from fuser.passes import providers
@@ -40,7 +40,7 @@ def _matrix(node: Any, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> to
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.dtype not in dtypes:
         return None
-    return value if value.device.type == "cpu" and value.layout is torch.strided else None
+    return value if targets.has(value.device, "onednn") and value.layout is torch.strided else None
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node] | None:

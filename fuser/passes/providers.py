@@ -199,7 +199,7 @@ def _own_packed(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
 
 def is_for_few_rows(p: Product) -> bool:
     """Whether a kernel of the package can compute a product, if it is the fastest."""
-    few = p.rows <= targets.of("cpu").product_rows and p.inner * p.columns >= LEAST_WEIGHT
+    few = p.rows <= targets.of(targets.HOST).product_rows and p.inner * p.columns >= LEAST_WEIGHT
     return few and p.w_turned and not p.x_turned
 
 
@@ -208,7 +208,7 @@ def _can_pack(p: Product) -> bool:
 
 
 def _can_pack_itself(p: Product) -> bool:
-    many = p.rows > targets.of("cpu").product_rows
+    many = p.rows > targets.of(targets.HOST).product_rows
     return _can_pack(p) and many and packed.why_not(p.dtype, p.inner) is None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import compiler, config
+from fuser import compiler, config, targets
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.calls import own_operator
 from fuser.passes.classify import Kind, classify
@@ -144,7 +144,7 @@ def _can_rewrite(node: fx.Node) -> bool:
         return False  # a probability that is a symbol
     if node.target in _TAKES and not _TAKES[node.target](*node.args):
         return False  # ATen's operator raises
-    if node.target in _FROM_FLOAT32 and first.device.type == "cpu" and not _is_read_by_others(node):
+    if node.target in _FROM_FLOAT32 and targets.is_host(first.device) and not _is_read_by_others(node):
         return "recompute" in node.meta  # unfused, ATen's operator takes less time than a kernel on few threads
     if node.target is aten.native_dropout.default:
         return node.args[-1] is not False and all(u.target is operator.getitem for u in node.users)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fuser import targets
 from fuser.lowering.corrections import suggests_channels_last
 
 aten = torch.ops.aten
@@ -30,16 +31,16 @@ def is_large(name: str, x: torch.Tensor, made: Sequence[Any]) -> bool:
     Per plane it takes 0.25 µs on an H200, and 3.2 ps per point; four gathers per element take 5.7 ps. With cubic
     weights it takes 0.5 µs and 10 ps; sixteen gathers take 35 ps.
     """
-    if name not in _PLACES or x.device.type != "cuda" or not all(type(n) in (int, float) for n in made):
+    if name not in _PLACES or targets.like_host(x.device) or not all(type(n) in (int, float) for n in made):
         return False
-    has_gpu = torch.cuda.is_available()
+    has_gpu = x.is_cuda and torch.cuda.is_available()
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if has_gpu else 1
     return bool(math.prod(made) >= _PLACES[name] * processors)
 
 
 def _resized(name: str, x: torch.Tensor, sizes: Sequence[Any], *args: Any) -> Any:
     """The decomposition of a resampling: torch's, in eager's layout, for small images on CUDA."""
-    if x.device.type != "cuda" or is_large(name, x, sizes) or not _are_numbers(*x.shape, *sizes):
+    if targets.like_host(x.device) or is_large(name, x, sizes) or not _are_numbers(*x.shape, *sizes):
         return NotImplemented
     import torch._decomp as decomp
 
@@ -50,7 +51,7 @@ def _resized(name: str, x: torch.Tensor, sizes: Sequence[Any], *args: Any) -> An
 
 def _gradient(name: str, grad: torch.Tensor, sizes: Sequence[Any], whole: Sequence[Any], *args: Any) -> Any:
     """The gradient of a resampling of images of sizes `whole`, [N, C, *in], to `sizes`; `grad` is [N, C, *sizes]."""
-    if grad.device.type != "cuda" or is_large(name, grad, sizes) or not _are_numbers(*whole, *sizes):
+    if targets.like_host(grad.device) or is_large(name, grad, sizes) or not _are_numbers(*whole, *sizes):
         return NotImplemented
     corners, *factors = args
     cubic = name == "upsample_bicubic2d"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser import targets
 from fuser.canonical.graph import ROUNDED
 from fuser.passes.classify import Kind, op_name, tensors_of
 
@@ -133,9 +134,14 @@ def _mark(nodes: Iterable[fx.Node]) -> None:
 
 
 def _may_stay_unrounded(node: fx.Node) -> bool:
-    """Whether kernels may leave a result unrounded: 16-bit floats, and on a GPU products in fused multiply-adds."""
-    tensors = tensors_of(node.meta.get("val"))
-    return any(t.is_floating_point() and (t.dtype.itemsize < 4 or t.device.type == "cuda") for t in tensors)
+    """Whether kernels may leave a result unrounded: 16-bit floats, and products that are contracted with a sum."""
+    tensors = [t for t in tensors_of(node.meta.get("val")) if t.is_floating_point()]
+    return any(t.dtype.itemsize < 4 or _contracts(t.device) for t in tensors)
+
+
+def _contracts(device: torch.device) -> bool:
+    target = targets.known(device.type)
+    return target is not None and target.contracts
 
 
 __all__ = ["round_both", "round_decided"]

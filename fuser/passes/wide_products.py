@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config
+from fuser import config, targets
 from fuser.attention.products import product_dtype
 from fuser.passes.hints import same, size_hint
 
@@ -41,7 +41,7 @@ def _widened(node: fx.Node) -> bool:
     dtype = given[0].dtype if given else torch.float32
     if dtype.itemsize != 2 or not dtype.is_floating_point or product_dtype(dtype) is dtype:
         return False
-    if any(v.device.type != "cpu" or v.dtype is not dtype for v in given) or not _is_worth_it(node, given):
+    if any(not targets.has(v.device, "onednn") or v.dtype is not dtype for v in given) or not _is_worth_it(node, given):
         return False
     if node.target is aten.convolution_backward.default and any(u.target is not operator.getitem for u in node.users):
         return False

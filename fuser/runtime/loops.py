@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fuser import targets
 from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import warm
 
@@ -120,7 +121,7 @@ def _rows(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torc
     strides = [1]
     for n in reversed(size[1:]):
         strides.insert(0, strides[0] * n)
-    if device.type == "cpu" and size[0] * strides[0] * dtype.itemsize >= warm.WARM_MIN:
+    if targets.is_host(device) and size[0] * strides[0] * dtype.itemsize >= warm.WARM_MIN:
         return warm.empty_strided(size, strides, dtype)
     return torch.empty(size, dtype=dtype, device=device)
 

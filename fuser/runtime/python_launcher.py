@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fuser import config
+from fuser import config, targets
 from fuser.ir.sizes import run_program
 from fuser.kernel_spec import GpuLaunch, LaunchProgram
 from fuser.lazy_dataclasses import dataclass
@@ -57,7 +57,7 @@ def _readable(args: Sequence[Any]) -> bool:
         if kind in _TENSORS:
             if (grad and a.requires_grad) or not torch_abi.plain_tensor(a):
                 return False
-            if a.is_cuda:
+            if not targets.is_host(a.device):
                 cards.add(a.device.index)
         elif kind is int:
             if not -(1 << 63) <= a < 1 << 63:
@@ -68,7 +68,7 @@ def _readable(args: Sequence[Any]) -> bool:
 
 
 def _devices(args: Sequence[Any]) -> set[str]:
-    return {a.device.type for a in args if isinstance(a, torch.Tensor)} or {"cpu"}
+    return {a.device.type for a in args if isinstance(a, torch.Tensor)} or {targets.HOST}
 
 
 def match(program: LaunchProgram, args: Sequence[Any]) -> Bound | None:
