@@ -114,7 +114,7 @@ SPELLING = {
     "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}",
     "ge": "{0} >= {1}", "logical_and": "({0} != 0) & ({1} != 0)", "logical_or": "({0} != 0) | ({1} != 0)",
     "logical_not": "{0} == 0", "bitwise_not": "~{0}", "bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}",
-    "identity": "{0}", "isnan": "np.isnan({0})", "floor": "np.floor({0})",
+    "isnan": "np.isnan({0})", "floor": "np.floor({0})",
     "ceil": "np.ceil({0})", "trunc": "np.trunc({0})", "sign": "np.sign({0})",
 }  # fmt: skip
 FOLDS = {"sum": "np.sum", "prod": "np.prod", "max": "np.max", "min": "np.min", "any": "np.any", "all": "np.all"}

@@ -110,7 +110,7 @@ class Bits:
         if row.traits.chooses:
             return row.args[0] in self.masks or not self.facts.is_full(row.args[0])
         alike = row.dtype in _BYTES and all(self.plan.rows[a].dtype is row.dtype for a in row.args)
-        return row.op == "round_to" or row.traits.copies or (alike and row.traits.sign in LOGIC)
+        return row.op == "round_to" or (alike and row.traits.sign in LOGIC)
 
     def emit(self, rows: Rows) -> None:
         """The loop over `length` elements from `start` on; the last register is partial."""

@@ -255,7 +255,6 @@ SELECTION = (
         "where", 3, torch.where, by("{0} ? {1} : {2}", "{0} ? {1} : {2}", "({0} & {1}) | (!{0} & {2})"),
         "tl.where({0}, {1}, {2})", signature="btt", selects=(1, 2), lanes=_BOTH,
     ),
-    OpRow("identity", 1, torch.clone, "{0}", "{0}", cost=0, selects=(0,), copies=True, lanes=_BOTH),
 )
 
 ROWS = (*ARITHMETIC, *ROUNDING, *EXTREMES, *FLOAT_BITS, *COMPARISONS, *LOGICAL, *SELECTION)

@@ -102,11 +102,11 @@ ROWS = (
         folder="fuser_combine_prod",
     ),
     ReductionRow(
-        "max", lambda x, d, k: torch.amax(x, d, k), smallest, _MAX, same, by(*_TRITON_MAX), cost=2, idempotent=True,
+        "max", lambda x, d, k: torch.amax(x, d, k), smallest, _MAX, same, by(*_TRITON_MAX), idempotent=True,
         extreme=">", pointwise="maximum", folder="fuser_combine_max", atomic="tl.atomic_max",
     ),
     ReductionRow(
-        "min", lambda x, d, k: torch.amin(x, d, k), largest, _MIN, same, by(*_TRITON_MIN), cost=2, idempotent=True,
+        "min", lambda x, d, k: torch.amin(x, d, k), largest, _MIN, same, by(*_TRITON_MIN), idempotent=True,
         extreme="<", pointwise="minimum", folder="fuser_combine_min", atomic="tl.atomic_min",
     ),
     ReductionRow(
@@ -118,11 +118,11 @@ ROWS = (
         idempotent=True,
     ),
     ReductionRow(
-        "argmax", _index(torch.argmax), smallest, _replaces(">"), same, _BETTER_MAX, NUMBERS, torch.int64, True, 4,
+        "argmax", _index(torch.argmax), smallest, _replaces(">"), same, _BETTER_MAX, NUMBERS, torch.int64, True,
         overtakes=_overtakes("<=", ">"), idempotent=True, extreme=">", value="max", folder="fuser_combine_argmax",
     ),
     ReductionRow(
-        "argmin", _index(torch.argmin), largest, _replaces("<"), same, _BETTER_MIN, NUMBERS, torch.int64, True, 4,
+        "argmin", _index(torch.argmin), largest, _replaces("<"), same, _BETTER_MIN, NUMBERS, torch.int64, True,
         overtakes=_overtakes(">=", "<"), idempotent=True, extreme="<", value="min", folder="fuser_combine_argmin",
     ),
 )  # fmt: skip

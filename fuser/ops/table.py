@@ -63,7 +63,7 @@ class OpRow:
     Traits, which generators and the scheduler ask for; no op is known to them by its name:
     sign: the arithmetic ("+" "-" "*" "/"), comparison ("<" …) or logic ("&" "|" "^" "!" "~") that the op is.
     selects: the arguments of which the result is one: unchanged, negated, or replaced by zero.
-    copies: whether the result is the only argument. negates: whether it is the argument with the other sign.
+    negates: whether the result is the argument with the other sign.
     wins: for extremes, the comparison that the first argument must win.
     plain_nan: whether a NaN among the results is an argument's, made quiet, or the machine's own.
     keeps_zero: whether the result is zero if all arguments are.
@@ -95,7 +95,6 @@ class OpRow:
     jumps: bool = False
     sign: str = ""
     selects: tuple[int, ...] = ()
-    copies: bool = False
     negates: bool = False
     wins: str = ""
     plain_nan: bool = False
@@ -165,7 +164,6 @@ class ReductionRow:
     dtypes: tuple[torch.dtype, ...] = ALL
     result: str | torch.dtype = "acc"
     index: bool = False
-    cost: int = 1
     overtakes: Cell = None
     idempotent: bool = False
     adds: bool = False

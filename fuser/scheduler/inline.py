@@ -32,7 +32,7 @@ from fuser.ir.loop_body import (
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, product, substitute, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.align import digits_of
-from fuser.scheduler.nodes import Node, normalise, row_cost
+from fuser.scheduler.nodes import Node, normalise
 
 CHEAP = 8  # operations a recomputed element may cost
 FEW = 8  # a reader with at most 1/FEW of the producer's points computes its elements itself, whatever they cost
@@ -392,4 +392,4 @@ def _solve(store: Expr, e: Expr, sizes: Mapping[Sym, Expr]) -> dict[Sym, Expr]:
     return out
 
 
-__all__ = ["copy_rows", "expr", "inline_buffers", "inline_cheap", "reads_all_checked", "row_cost"]
+__all__ = ["copy_rows", "inline_buffers", "inline_cheap", "reads_all_checked"]
