@@ -116,10 +116,10 @@ class Bits:
         """The loop over `length` elements from `start` on; the last register is partial."""
         out, length, k = rows.out, ir.Name("length"), ir.Name("k")
         for n in self.rows:
-            if self.plan.rows[n].op == "load" and n not in self.masks:
-                buffer, (address,) = self.plan.rows[n].attr
-                kind = f"{storage_type(self.facts.dtypes[buffer])}* const"
-                out.let(kind, f"from{n}", rows.address(buffer, address))
+            row = self.plan.rows[n]
+            if row.op == "load" and n not in self.masks:
+                kind = f"{storage_type(self.facts.dtypes[row.buffer])}* const"
+                out.let(kind, f"from{n}", rows.address(row.buffer, row.address))
         for at, s in enumerate(self.stores):
             of = storage_type(self.facts.dtypes[s.buffer])
             out.var(f"{of}* const", f"into{at}", ir.Unary("&", rows.target(s)))

@@ -111,8 +111,8 @@ class _Block:
         row = self.rows.plan.rows[self.scan.value]
         if row.op != "load" or row.args or self.scan.value in self.rows.facts.guarded:
             return None
-        buffer, (address,) = row.attr
-        return (buffer, address) if self._is_memory(buffer, address, self.element) else None
+        line = row.buffer, row.address
+        return line if self._is_memory(*line, self.element) else None
 
     def _is_memory(self, buffer: str, address: Expr, dtype: torch.dtype) -> bool:
         """Whether a block of `dtype` is contiguous in a buffer."""

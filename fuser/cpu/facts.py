@@ -13,7 +13,7 @@ import torch
 from fuser.cpu.float_rows import exact_rows, near_rows, tame_rows
 from fuser.cpu.records import Bindings, Partial
 from fuser.cpu.vir import nodes as ir
-from fuser.ir.loop_body import LOW_PRECISION, Row, is_checked
+from fuser.ir.loop_body import LOW_PRECISION, Row, is_checked, loads_in
 from fuser.ir.ranges import NO_LOOPS
 from fuser.ir.sizes import INDIRECT, Expr, coefficient, product, symbols
 from fuser.lazy_dataclasses import dataclass
@@ -266,7 +266,7 @@ class Facts:
             return ()
         if self.vector is None or self.vector.hint < STREAM_SHORTEST:
             return ()
-        read = {row.buffer for row in self.plan.rows if row.op == "load"}
+        read = {row.buffer for row in loads_in(self.plan.rows)}
         full = [s for s in self.plan.stores if s in self.passes.full_stores and s.buffer not in read]
         found = tuple(s for s in full if self.step(s.address) == 1)
         return found if len(found) <= MOST_STREAMS else ()
@@ -290,7 +290,7 @@ class Facts:
         rows = self.plan.rows
         stores = Counter((s.buffer, step) for s in self.plan.stores for step in self._steps(s.address))
         gapped = frozenset(step for (_, step), n in stores.items() if MOST_OF_A_GROUP < n < step)
-        loads = [step for r in rows if r.op == "load" for e in r.attr[1] for step in self._steps(e)]
+        loads = [step for r in loads_in(rows) for e in r.indices for step in self._steps(e)]
         steps = (*loads, *(step for _, step in stores.elements()))
         odd = [step for step in steps if step != 3 and step.bit_count() > 1]
         worth = sum(map(row_cost, rows)) >= WORK_OF_ONE * len(odd)

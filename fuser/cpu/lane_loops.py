@@ -40,10 +40,9 @@ class LaneLoop:
         for n in lanes.scalars:
             rows.declare(n)
         for n in lanes.loads:
-            buffer, (address,) = self.plan.rows[n].attr
-            part = rows.places.get(n)
-            first = part.value if part is not None else ir.Name(buffer)[rows.index(address)]
-            self._pointer(f"from{n}", self.facts.dtypes[buffer], first, True)
+            row, part = self.plan.rows[n], rows.places.get(n)
+            first = part.value if part is not None else ir.Name(row.buffer)[rows.index(row.address)]
+            self._pointer(f"from{n}", self.facts.dtypes[row.buffer], first, True)
         for n in (n for n in lanes.rows if n in lanes.found):
             self._pointer(f"from{n}", lanes.float, rows.kept(n), True)
         for number, s in enumerate(lanes.stores):

@@ -122,17 +122,16 @@ def look_ahead(rows: Rows, phase: int) -> list[str]:
         found = address_rows(row.address)
         if not found or any(map(facts.is_full, found)):
             continue
-        buffer, (address,) = row.attr
         to, unit = ir.Name(f"ahead{len(ahead)}"), facts.kept_axes[0].sym.name
-        out.var(f"const {storage_type(facts.dtypes[buffer])}*", to.name, buffer)
+        out.var(f"const {storage_type(facts.dtypes[row.buffer])}*", to.name, row.buffer)
         with out.block(ir.If(ir.Name("u") + 1 < "end")):
             out.let("i64", "next", ir.Name(unit) + 1)
             with out.block(ir.Plain()):
                 out.let("i64", unit, "next")
                 for m in facts.passes.varying(found):
                     rows.declare(m)
-                out.set(to, rows.address(buffer, substitute(address, {v: expr(0)})))
-        ahead.append(buffer)
+                out.set(to, rows.address(row.buffer, substitute(row.address, {v: expr(0)})))
+        ahead.append(row.buffer)
     return ahead
 
 

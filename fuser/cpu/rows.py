@@ -95,11 +95,11 @@ class Rows:
 
     def element(self, n: int) -> ir.Value:
         """The element in memory that the load `n` reads."""
-        buffer, (address,) = self.plan.rows[n].attr
-        dtype, at = self.facts.dtypes[buffer], self.index(address)
-        if dtype.itemsize < 4 and any(map(self._is_of_lanes, address_rows(address))):
-            return ir.Gather(storage_type(dtype), ir.Name(buffer), at)
-        return ir.Name(buffer)[at]
+        row = self.plan.rows[n]
+        dtype, at = self.facts.dtypes[row.buffer], self.index(row.address)
+        if dtype.itemsize < 4 and any(map(self._is_of_lanes, address_rows(row.address))):
+            return ir.Gather(storage_type(dtype), ir.Name(row.buffer), at)
+        return ir.Name(row.buffer)[at]
 
     def _is_of_lanes(self, n: int) -> bool:
         """Whether row `n` is computed inside the innermost loops, with other values in other lanes."""

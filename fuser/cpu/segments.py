@@ -16,7 +16,7 @@ from fuser.cpu.conditions import LONGEST, MOST_STEP, find_edges, open_part, step
 from fuser.cpu.facts import Facts
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
-from fuser.ir.loop_body import Row, outcome
+from fuser.ir.loop_body import Row, loads_in, outcome
 from fuser.ir.sizes import evaluate, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import OPS
@@ -52,7 +52,7 @@ def find_segments(facts: Facts) -> Segments | None:
     """The segments of a pointwise nest's loop; None if no load depends on such a condition."""
     if facts.vector is None:
         return None
-    held = [r for r in facts.plan.rows if r.op == "load" and r.args]
+    held = [r for r in loads_in(facts.plan.rows) if r.args]
     most = max((step_of(facts, r.address) for r in held), default=1)
     most = most if facts.vector.hint >= SHORTEST_OF_STEPS else 1
     if facts.vector.hint < SHORTEST and most < 2:

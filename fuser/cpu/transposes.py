@@ -70,12 +70,12 @@ def fill_tiles(rows: Rows) -> None:
 
 def _fill_blocks(rows: Rows, n: int, k: int) -> ir.Value:
     """Fill the whole blocks of tile `k` by transposing in registers; returns the index to go on from."""
-    facts, out, (buffer, (address,)) = rows.facts, rows.out, rows.plan.rows[n].attr
+    facts, out, row = rows.facts, rows.out, rows.plan.rows[n]
     assert facts.tiled is not None
-    width = facts.dtypes[buffer].itemsize
+    width = facts.dtypes[row.buffer].itemsize
     count, step, last, end, columns = (ir.Name(f"{name}{k}") for name in ("rows", "step", "last", "end", "columns"))
     edge, length = EDGES[width], ir.Name(f"n_{facts.v}")
-    out.let("i64", step.name, size(coefficient(address, facts.along.sym) or expr(0)))
+    out.let("i64", step.name, size(coefficient(row.address, facts.along.sym) or expr(0)))
     # Rows are rounded up to whole blocks if the extra elements that are read are inside the buffer.
     out.let("i64", count.name, (R1 - R0 + (edge - 1)) // edge * edge)
     past = ir.Select(step > 0, (count - (R1 - R0) + step - 1) // step, length)
@@ -86,7 +86,7 @@ def _fill_blocks(rows: Rows, n: int, k: int) -> ir.Value:
     out.let("bool", apart.name, step.same(R1 - R0) & (step > 1) & (step <= MOST_APART))
     out.let("i64", columns.name, ir.Select(apart, V1 - V0, blocks))
     origin = {facts.tiled.sym: symbol("r0", LOOP), facts.along.sym: symbol("v0", LOOP)}
-    corner, to = rows.address(buffer, substitute(address, origin)), ir.Name(f"tile{k}")
+    corner, to = rows.address(row.buffer, substitute(row.address, origin)), ir.Name(f"tile{k}")
     out.add(ir.Block(ir.If(apart), (ir.Transpose(width, corner, step, to, None, columns),)))
     out.add(ir.Block(ir.Else(), (ir.Transpose(width, corner, step, to, count, columns),)))
     return V0 + columns

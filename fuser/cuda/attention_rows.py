@@ -45,7 +45,7 @@ class ScoreRows:
     def reads_matrix(self) -> bool:
         """Whether rows load a tensor with an element for each pair of query and key, such as a bias."""
         q, k = (self.axes[role].sym for role in "qk")
-        loads = (r.attr[1][0] for n, r in enumerate(self.plan.rows) if r.op == "load" and n not in self.given)
+        loads = (r.address for n, r in enumerate(self.plan.rows) if r.op == "load" and n not in self.given)
         return any(coefficient(at, k) == expr(1) and q in symbols(at) for at in loads)
 
 
@@ -59,13 +59,13 @@ def read_rows(lowered: Lowered, schedule: Schedule, stand_ins: dict[str, int], r
         raise Unsupported("a score modification takes several kernels")
     plan = schedule.plans[0]
     names = {f"in{number}": role for role, number in stand_ins.items()}
-    given = {i: names[r.attr[0]] for i, r in enumerate(plan.rows) if r.op == "load" and r.attr[0] in names}
+    given = {i: names[r.buffer] for i, r in enumerate(plan.rows) if r.op == "load" and r.buffer in names}
     record = lowered.inputs[stand_ins["score"]]
     assert isinstance(record, TensorInput)
     score = next((i for i, name in given.items() if name == "score"), None)
     if score is None:
         raise Unsupported("the modified score does not depend on the score")
-    address = plan.rows[score].attr[1][0]
+    address = plan.rows[score].address
     axes: dict[str, Axis] = {}
     for axis in plan.axes:
         step = coefficient(address, axis.sym)
@@ -146,7 +146,7 @@ def _along_own_axes(plan: KernelPlan, axes: dict[str, Axis], given: dict[int, st
         if given.get(n) in axes:
             along = {axes[given[n]].sym}
         else:
-            exprs = row.attr[1] if row.op == "load" else (row.attr,) if row.op == "index" else ()
+            exprs = row.indices if row.op == "load" else (row.attr,) if row.op == "index" else ()
             for e in exprs:
                 along |= syms & set(symbols(e))
         for m in (*row.args, *indirect_rows(row)):

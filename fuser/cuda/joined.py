@@ -32,7 +32,7 @@ def fits(joined: Joined, ctx: Context) -> tiles.Walk | None:
     plan = joined.plan
     dtypes = dict(plan.buffers)
     both = {a.sym for a in plan.axes}
-    loaded = [dtypes[r.attr[0]].itemsize for n, r in enumerate(plan.rows) if r.op == "load" and plan.varies[n] == both]
+    loaded = [dtypes[r.buffer].itemsize for n, r in enumerate(plan.rows) if r.op == "load" and plan.varies[n] == both]
     if any(REDUCTIONS[r.kind].index for r in (*plan.reductions, *joined.columns)):
         return None
     accumulators = [_accumulator(plan, r) for r in joined.columns]

@@ -11,7 +11,7 @@ from fuser.cuda import tiles
 from fuser.cuda.moments import alone_behind, moments_by_phase
 from fuser.cuda.text import Guard, divisor_class
 from fuser.cuda.windows import has_stride, reads_many, reads_windows
-from fuser.ir.loop_body import Row, indirect_rows
+from fuser.ir.loop_body import Row, indirect_rows, loads_in
 from fuser.ir.sizes import ONE, Expr, coefficient, expr, floordiv, product, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import REDUCTIONS
@@ -90,7 +90,7 @@ def row_class(n: Expr, length: int, least: int) -> list[Guard]:
 
 def _read_along(plan: KernelPlan) -> list[int]:
     dtypes, reduced = dict(plan.buffers), {a.sym for a in plan.reduced_axes}
-    read = [r.attr[0] for i, r in enumerate(plan.rows) if r.op == "load" and plan.varies[i] & reduced]
+    read = [r.buffer for i, r in enumerate(plan.rows) if r.op == "load" and plan.varies[i] & reduced]
     return [dtypes[b].itemsize for b in read] or [4]
 
 
@@ -225,7 +225,7 @@ def _persistent_table(plan: KernelPlan, loads: int) -> Sequence[tuple[int, int, 
 
 def _reads_rows(plan: KernelPlan) -> bool:
     """Whether an operand of a column nest is contiguous along a reduced axis."""
-    loads = [r.attr[1][0] for r in plan.rows if r.op == "load" and not indirect_rows(r)]
+    loads = [r.address for r in loads_in(plan.rows) if not indirect_rows(r)]
     return any(plan.vector in symbols(e) and coefficient(e, a.sym) == ONE for e in loads for a in plan.reduced_axes)
 
 
@@ -240,8 +240,8 @@ def _read_in_turn(plan: KernelPlan) -> list[Axis]:
     for i, row in enumerate(plan.rows):
         if row.op == "load" and syms <= plan.varies[i] and not indirect_rows(row):
             for a in reduced:
-                if coefficient(row.attr[1][0], a.sym) == ONE:
-                    side_by_side[a] += dtypes[row.attr[0]].itemsize
+                if coefficient(row.address, a.sym) == ONE:
+                    side_by_side[a] += dtypes[row.buffer].itemsize
     last = max(reduced[::-1], key=lambda a: side_by_side[a])
     return [*(a for a in reduced if a is not last), last]
 
@@ -268,7 +268,7 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
         elements = max(tiles.scaled(tiles.WINDOW_ELEMENTS, ctx.variant.outer), 128)
         return Layout([], [Dim(axes, elements, "x")], warps, guards, flat=True)
     dtypes = dict(plan.buffers)
-    sizes = [dtypes[r.attr[0]].itemsize for r in _streamed(plan, vector)]
+    sizes = [dtypes[r.buffer].itemsize for r in _streamed(plan, vector)]
     sizes += [dtypes[s.buffer].itemsize for s in plan.stores]
     total = product(a.size for a in axes)
     elements, guards = _pointwise_class(total, vector.size if others else None, sizes, ctx)
@@ -313,7 +313,7 @@ def _shared(plan: KernelPlan, vector: Axis, others: list[Axis], ctx: Context) ->
         if row.op == "load" and vector.sym in plan.varies[i] and not indirect_rows(row):
             own = [a for a in others if a.sym in plan.varies[i]]
             apart = frozenset(others) - frozenset(own)
-            size = product(a.size for a in (*own, vector)) * dtypes[row.attr[0]].itemsize
+            size = product(a.size for a in (*own, vector)) * dtypes[row.buffer].itemsize
             by_axes[apart] = by_axes.get(apart, expr(0)) + size
     by_axes.pop(frozenset(), None)
     if len(by_axes) != 1:
@@ -353,7 +353,7 @@ def _pointwise_class(total: Expr, vector: Expr | None, itemsizes: list[int], ctx
 def _transposed_axis(plan: KernelPlan, vector: Axis, others: list[Axis]) -> Axis | None:
     """The axis along which an operand is contiguous that is strided along `vector`; None if not exactly one."""
     found: set[Axis] = set()
-    loads = [r.attr[1][0] for r in plan.rows if r.op == "load" and not indirect_rows(r)]
+    loads = [r.address for r in loads_in(plan.rows) if not indirect_rows(r)]
     for address in (*loads, *(s.address for s in plan.stores)):
         c = coefficient(address, vector.sym)
         if c is None or c.as_int() in (0, 1):

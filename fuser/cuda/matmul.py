@@ -98,7 +98,7 @@ def find_product(plan: KernelPlan) -> Product:
     if plan.reductions or plan.ordered is not None:
         raise Unsupported("what follows the matmul is no elementwise computation")
     loads: list[list[int]] = [
-        [i for i, r in enumerate(plan.rows) if r.op == "load" and r.attr[0] == name] for name in ("in0", "in1")
+        [i for i, r in enumerate(plan.rows) if r.op == "load" and r.buffer == name] for name in ("in0", "in1")
     ]
     if [len(found) for found in loads] != [1, 1]:
         raise Unsupported("what follows reads the matmul's results elsewhere than where it puts its own")
@@ -193,8 +193,8 @@ class MatmulNest(Nest):
         add(f"k = tl.arange(0, {self.tile.inner}){wide}")
         operands = (("a", self.product.a, "[None, :]", by_a), ("b", self.product.b, "[:, None]", by_b))
         for name, row, index, stride in operands:
-            buffer, (address,) = rows[row].attr
-            add(f"{name} = {self.params.pointer(buffer)} + ({self.address(address)}) + k{index} * {stride}")
+            load = rows[row]
+            add(f"{name} = {self.params.pointer(load.buffer)} + ({self.address(load.address)}) + k{index} * {stride}")
         add(f"total = tl.zeros([{self.tile.rows}, {self.tile.columns}], tl.float32)")
         self.out.open(f"for k0 in range(0, {n}, {self.tile.inner})")
         for name, dim, index in (("a", "y", "[None, :]"), ("b", "x", "[:, None]")):

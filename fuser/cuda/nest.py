@@ -165,19 +165,18 @@ class Nest:
 
     def loaded(self, row: Row, text: str) -> str:
         """The compute value of a loaded element."""
-        return triton_load(self.dtypes[row.attr[0]], text)
+        return triton_load(self.dtypes[row.buffer], text)
 
     def load_stored(self, row: Row, other: str = "0") -> str:
         """A load of an element as stored, not yet converted to its compute dtype."""
-        buffer, (address,) = row.attr
-        dims, text = self.expr_dims(address), self.address(address)
+        dims, text = self.expr_dims(row.address), self.address(row.address)
         missing = self.row_dims(row.args[0]) - dims if row.args else frozenset()
         if missing:
             text = f"({text} + tl.zeros({self.shape(missing | dims)}, tl.int{self.bits}))"
         mask = self.mask(dims | missing, *(f"t{a}" for a in row.args))
         options = f", {mask}, other={other}" if mask else ""
         evict = self.eviction if dims else ""
-        pointer = self.params.pointer(buffer)
+        pointer = self.params.pointer(row.buffer)
         return f"tl.load({pointer} + ({text}){options}{evict})"
 
     def value(self, n: int) -> str:
@@ -192,7 +191,7 @@ class Nest:
         match row.op:
             case "load":
                 filled = self.windows.filled.get(n)
-                return self.load(row, "0" if filled is None else triton_number(filled, self.dtypes[row.attr[0]]))
+                return self.load(row, "0" if filled is None else triton_number(filled, self.dtypes[row.buffer]))
             case "const":
                 return triton_constant(_constant(row), row.dtype)
             case "scalar":
@@ -394,7 +393,7 @@ class Nest:
         """Whether row `n` is zero where the tile exceeds the reduced axes, as masked loads are."""
         row, inner = self.plan.rows[n], len(self.layout.dims) - 1
         if row.op == "load":
-            return inner in self.expr_dims(row.attr[1][0])
+            return inner in self.expr_dims(row.address)
         return (row.op == "to_dtype" or row.traits.keeps_zero) and all(map(self.is_zero_outside, row.args))
 
     def fold(self, r: Reduce, values: str, indices: str) -> str:

@@ -11,6 +11,7 @@ from fuser.cuda.layout import Context
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import Guard
 from fuser.errors import Unsupported
+from fuser.ir.loop_body import loads_in
 from fuser.ir.sizes import ONE, Sym, coefficient
 from fuser.ops import REDUCTIONS, triton_store
 from fuser.scheduler.kernel_plan import KernelPlan, Store
@@ -38,7 +39,7 @@ def _in_no_order(plan: KernelPlan) -> KernelPlan:
 
 def _running(plan: KernelPlan) -> Sym | None:
     """The axis along which stores, or else most loads, are contiguous."""
-    written, read = [s.address for s in plan.stores], [r.attr[1][0] for r in plan.rows if r.op == "load"]
+    written, read = [s.address for s in plan.stores], [r.address for r in loads_in(plan.rows)]
     near = {a.sym: [sum(coefficient(e, a.sym) == ONE for e in es) for es in (written, read)] for a in plan.axes}
     return max(reversed(near), key=near.__getitem__, default=None)
 

@@ -18,7 +18,7 @@ from fuser.cuda.looped import Looped, write_body, write_function
 from fuser.cuda.moments import combine_rows, moments_by_phase, reads_once
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import Guard
-from fuser.ir.loop_body import Row, renumber, renumber_expr
+from fuser.ir.loop_body import Row, loads_in, renumber, renumber_expr
 from fuser.ir.sizes import (
     LOOP,
     ONE,
@@ -126,7 +126,7 @@ def _uncut(plan: KernelPlan, ctx: Context) -> Cut:
 def _read(plan: KernelPlan) -> set[str]:
     """The tensors that are read along all axes."""
     both = {a.sym for a in plan.axes}
-    return {r.attr[0] for n, r in enumerate(plan.rows) if r.op == "load" and plan.varies[n] == both}
+    return {r.buffer for n, r in enumerate(plan.rows) if r.op == "load" and plan.varies[n] == both}
 
 
 def _ahead_columns(plan: KernelPlan, several: bool, ctx: Context) -> tiles.Ahead:
@@ -363,7 +363,7 @@ def combine_plan(
             stores.append(Store(s.buffer, renumber_expr(s.address, number), number[s.row], 1))
     kept = tuple(a for a in plan.axes if not a.reduced)
     axes = (*kept, Axis(CHUNK, chunks, True, tiles.MOST_CHUNKS))
-    buffers = {r.attr[0]: None for r in rows if r.op == "load"} | {s.buffer: None for s in stores}
+    buffers = {r.buffer: None for r in loads_in(rows)} | {s.buffer: None for s in stores}
     known = {**dict(plan.buffers), **dtypes}
     phases, varies = phases_of(axes, rows, [r.row for r in reductions])
     reductions = [dataclasses.replace(r, phase=phases[r.row]) for r in reductions]

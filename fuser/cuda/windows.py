@@ -85,7 +85,7 @@ def _places(plan: KernelPlan) -> dict[str, list[Expr]]:
     places: dict[str, list[Expr]] = {}
     for row in plan.rows:
         if row.op == "load" and not indirect_rows(row):
-            places.setdefault(row.attr[0], []).append(row.attr[1][0])
+            places.setdefault(row.buffer, []).append(row.address)
     return places
 
 
@@ -118,7 +118,7 @@ def _filled(plan: KernelPlan) -> tuple[dict[int, bool | int | float], dict[int, 
         source, constant = plan.rows[load], plan.rows[other]
         if source.op != "load" or source.args != (condition,) or constant.op != "const":
             continue
-        value = _constant_for(constant, dtypes[source.attr[0]])
+        value = _constant_for(constant, dtypes[source.buffer])
         if value is not None and readers[load] == [n] and load not in stored:
             filled[load], given[n] = value, load
     return filled, given

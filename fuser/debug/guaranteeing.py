@@ -17,6 +17,7 @@ from fuser.debug.models import explain_model
 from fuser.errors import ConfigError, FuserError, NotFusedError
 from fuser.frontends.guarantees import ALLOWED, complain
 from fuser.frontends.records import collected
+from fuser.ir.loop_body import loads_in
 from fuser.kernel_cache import REGISTRY, KernelSpec
 from fuser.lowering.graph import lower_graph
 from fuser.scheduler.schedule import schedule
@@ -122,7 +123,7 @@ def _reads_of(spec: KernelSpec, described: tuple[Any, ...]) -> int:
             plans = schedule(lowered, settings.max_body_rows).plans
     except FuserError:
         return 0
-    return sum(len({row.attr[0] for row in p.rows if row.op == "load"}) for p in plans)
+    return sum(len({row.buffer for row in loads_in(p.rows)}) for p in plans)
 
 
 __all__ = ["assert_fused", "require_fused"]

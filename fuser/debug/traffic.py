@@ -13,6 +13,7 @@ import torch
 
 from fuser import targets
 from fuser.codegen.program import ProgramBuilder
+from fuser.ir.loop_body import loads_in
 from fuser.ir.sizes import INDIRECT, Expr, Sym, evaluate, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered
@@ -80,10 +81,8 @@ def _bytes_of(plan: KernelPlan, elements: Mapping[str, int], value: Callable[[Ex
 
     reads: dict[str, int] = {}
     writes: dict[str, int] = {}
-    for row in plan.rows:
-        if row.op == "load":
-            name, (address,) = row.attr
-            reads[name] = reads.get(name, 0) + points(address)
+    for row in loads_in(plan.rows):
+        reads[row.buffer] = reads.get(row.buffer, 0) + points(row.address)
     for store in plan.stores:
         writes[store.buffer] = writes.get(store.buffer, 0) + points(store.address)
     return sum(

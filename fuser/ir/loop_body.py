@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,10 +65,16 @@ class Row:
         return name
 
     @property
+    def indices(self) -> tuple[Expr, ...]:
+        """The index of a load along each dim of its buffer; in a kernel plan the flat address alone."""
+        found: tuple[Expr, ...] = self.attr[1]
+        return found
+
+    @property
     def address(self) -> Expr:
         """The flat address of a load in a kernel plan."""
-        (found,) = self.attr[1]
-        return found  # type: ignore[no-any-return]
+        (found,) = self.indices
+        return found
 
 
 @dataclass(frozen=True)
@@ -85,9 +91,8 @@ class LoopBody:
 
     def loads(self) -> Iterator[tuple[str, tuple[Expr, ...]]]:
         """Each (buffer, index) that the body reads."""
-        for row in self.rows:
-            if row.op == "load":
-                yield row.attr
+        for row in loads_in(self.rows):
+            yield row.attr
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,11 @@ class Value:
 
     row: int
     dtype: torch.dtype
+
+
+def loads_in(rows: Iterable[Row]) -> Iterator[Row]:
+    """The loads among rows."""
+    return (row for row in rows if row.op == "load")
 
 
 def is_checked(row: Row) -> bool:

@@ -58,10 +58,10 @@ def _order_of(
     steps = _steps(ctx, node, strides)
     found: set[tuple[int, ...]] = set()
     for row in node.rows:
-        if row.op != "load" or row.attr[0] != buffer.name:
+        if row.op != "load" or row.buffer != buffer.name:
             continue
         nearest = []
-        for e in row.attr[1]:
+        for e in row.indices:
             used = symbols(e)
             if any(v not in steps for v in used):
                 return None  # an index that a row computes
@@ -82,9 +82,9 @@ def _steps(ctx: LoweringContext, node: Node, strides: Mapping[str, tuple[Expr, .
         out = {v: float(abs(ctx.hint(c))) for v, c in along.items() if c is not None}
     best = 1
     for row in node.rows:
-        if row.op != "load" or row.attr[0] not in strides:
+        if row.op != "load" or row.buffer not in strides:
             continue
-        address = sum((i * s for i, s in zip(row.attr[1], strides[row.attr[0]])), ZERO)
+        address = sum((i * s for i, s in zip(row.indices, strides[row.buffer])), ZERO)
         moved = {v: c for v, _ in node.domain if (c := coefficient(address, v)) is not None and c != ZERO}
         if len(moved) > best:
             best = len(moved)

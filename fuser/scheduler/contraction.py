@@ -64,10 +64,10 @@ def _operand(rows: Sequence[Row], n: int, inner: Sym, dtypes: dict[str, torch.dt
     row = rows[n]
     if row.op != "load" or row.args:
         return None
-    buffer, (address,) = row.attr
+    address = row.address
     if any(s.kind == INDIRECT for s in symbols(address)) or coefficient(address, inner) != ONE:
         return None
-    return Operand(buffer, dtypes[buffer], address)
+    return Operand(row.buffer, dtypes[row.buffer], address)
 
 
 __all__ = ["Contraction", "Operand", "contraction_of"]

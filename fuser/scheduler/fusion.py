@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from fuser.ir.loop_body import loads_in
 from fuser.ir.sizes import ONE, ZERO, Expr, Sym, coefficient, expr, floordiv, minimum, product, substitute, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
@@ -91,12 +92,12 @@ def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int, m
         return Verdict(None, f"the kernel would touch more than {ctx.target.most_buffers} buffers")
     matching = Matching(kernel.axes.copy(), node.sizes())
     for row in node.rows:
-        if row.op != "load" or row.attr[0] not in kernel.produced:
+        if row.op != "load" or row.buffer not in kernel.produced:
             continue
-        producer = kernel.produced[row.attr[0]]
+        producer = kernel.produced[row.buffer]
         if not producer.identity_store:
             return Verdict(None, f"{producer.buffer.name} is filled by several loops")
-        if not _line_up(kernel, matching, producer, row.attr[1]):
+        if not _line_up(kernel, matching, producer, row.indices):
             return Verdict(None, f"reads {producer.buffer.name} at another index than it is written")
     return _check_axes(ctx, kernel, node, matching, memory)
 
@@ -213,7 +214,7 @@ def _mixes(ctx: LoweringContext, kernel: Kernel, matching: Matching, memory: Mem
 
 def _reads_many(node: Node, many: int) -> bool:
     """Whether a node reads so many elements of one tensor for each of its own, as sums over windows do."""
-    loads = Counter(r.attr[0] for r in node.rows if r.op == "load")
+    loads = Counter(r.buffer for r in loads_in(node.rows))
     return max(loads.values(), default=0) >= many > 0
 
 
@@ -240,8 +241,8 @@ def _loads_of(
     own = kernel.maps[node.name]
     places = {v: substitute(e, splits) for v, e in own.items()} if splits else own
     for row in node.rows:
-        if row.op == "load" and row.attr[0] in memory.strides:
-            yield row.attr[0], _address(row.attr[1], memory.strides[row.attr[0]], places)
+        if row.op == "load" and row.buffer in memory.strides:
+            yield row.buffer, _address(row.indices, memory.strides[row.buffer], places)
 
 
 def _address(index: tuple[Expr, ...], stride: tuple[Expr, ...], places: Mapping[Sym, Expr]) -> Expr:
@@ -527,7 +528,7 @@ def _is_worth_it(kernel: Kernel, node: Node, verdict: Verdict) -> bool:
     A pointwise node may join loops of equal sizes without common reads: a later node often reads both. A node that
     reads nothing along its loops, such as random numbers, may also join the loops of a reduction.
     """
-    if not node.is_reduction and not any(symbols(e) for r in node.rows if r.op == "load" for e in r.attr[1]):
+    if not node.is_reduction and not any(symbols(e) for r in loads_in(node.rows) for e in r.indices):
         return True
     if node.reads & set(kernel.produced) or _shares_an_access(kernel, node, verdict):
         return True
@@ -540,7 +541,7 @@ def _shares_an_access(kernel: Kernel, node: Node, verdict: Verdict) -> bool:
     assert matching is not None
     mine = {v: matching.expression(v) for v, _ in node.domain if matching.is_assigned(v)}
     wanted = {
-        (r.attr[0], tuple(substitute(e, mine) for e in r.attr[1])) for r in node.rows if r.op == "load"
+        (r.buffer, tuple(substitute(e, mine) for e in r.indices)) for r in loads_in(node.rows)
     }
     if any(b in kernel.produced for b, _ in wanted):
         return True
@@ -550,7 +551,7 @@ def _shares_an_access(kernel: Kernel, node: Node, verdict: Verdict) -> bool:
             continue
         theirs = {v: substitute(e, matching.axis_splits) for v, e in kernel.maps[other.name].items()}
         for r in other.rows:
-            if r.op == "load" and (r.attr[0], tuple(substitute(e, theirs) for e in r.attr[1])) in wanted:
+            if r.op == "load" and (r.buffer, tuple(substitute(e, theirs) for e in r.indices)) in wanted:
                 return True
     return False
 

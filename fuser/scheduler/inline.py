@@ -23,6 +23,7 @@ from fuser.ir.loop_body import (
     indirect_rows,
     indirect_symbol,
     is_checked,
+    loads_in,
     map_exprs,
     prune_with,
     renumber,
@@ -117,7 +118,7 @@ def inline_cheap(
     for node in nodes:
         if node.contracts:
             continue
-        if any(_should_inline(producers, node, r, node.rows) for r in node.rows if r.op == "load"):
+        if any(_should_inline(producers, node, r, node.rows) for r in loads_in(node.rows)):
             _inline_into(node, producers)
 
 
@@ -128,11 +129,11 @@ def _evaluations(nodes: Sequence[Node], producers: Producers) -> dict[str, float
     for node in nodes:
         sizes = node.sizes()
         for row in node.rows:
-            producer = producers.by_buffer.get(row.attr[0]) if row.op == "load" else None
+            producer = producers.by_buffer.get(row.buffer) if row.op == "load" else None
             if producer is None:
                 continue
             name = producer.buffer.name
-            if not row.args and _lines_up(producer, row.attr[1], sizes):
+            if not row.args and _lines_up(producer, row.indices, sizes):
                 aligned.add(name)
             else:
                 ratio = producers.points(node) / producers.points(producer)
@@ -153,7 +154,7 @@ def _lines_up(producer: Node, index: tuple[Expr, ...], sizes: Mapping[Sym, Expr]
 
 def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence[Row]) -> bool:
     """Whether `reader`, with `rows` by now, computes the element of `load` itself, provided that it has room."""
-    producer = producers.by_buffer.get(load.attr[0])
+    producer = producers.by_buffer.get(load.buffer)
     if producer is None or producer is reader:
         return False
     if not producer.reads and (reader.ordered is not None or not _is_table(producers, producer, reader)):
@@ -162,10 +163,10 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
         return False
     if reader.ordered is not None:  # a scatter or scan shares its loops with no other node
         dear = producer.cost() > CHEAP or any(r.op == "indirect" for r in producer.rows)
-        if dear and reader.ordered.kind == "scan" and load.attr[0] in producers.shared:
+        if dear and reader.ordered.kind == "scan" and load.buffer in producers.shared:
             return False
         return producer.cost() <= COSTLY
-    index: tuple[Expr, ...] = load.attr[1]
+    index: tuple[Expr, ...] = load.indices
     if not load.args and _lines_up(producer, index, reader.sizes()):
         return False  # the scheduler can line the two up
     if producers.points(reader) * FEW > producers.points(producer) and producers.spares(producer):
@@ -263,7 +264,7 @@ def reads_all_checked(producer: Node, load: Row, sizes: Mapping[Sym, Expr]) -> b
         return True
     rows = prune_with(producer.rows, checked[0], [indirect_symbol(n) for n in checked])[0].rows
     deciding = {s for r in rows for e in row_exprs(r) for s in symbols(e) if s.kind == LOOP}
-    index: tuple[Expr, ...] = load.attr[1]
+    index: tuple[Expr, ...] = load.indices
     seen: list[Sym] = []
     for store, e, n in zip(producer.store_index, index, producer.buffer.size, strict=True):
         if deciding.isdisjoint(symbols(store)):
@@ -278,7 +279,7 @@ def reads_all_checked(producer: Node, load: Row, sizes: Mapping[Sym, Expr]) -> b
 def inline_buffers(reader: Node, makers: Mapping[str, Node]) -> None:
     """Inline into `reader` the buffers that `makers` compute, and those that these load in turn."""
     out = Recorder()
-    _replace(reader, out, _copied(reader, _Copies(out, lambda row: makers.get(row.attr[0])).add))
+    _replace(reader, out, _copied(reader, _Copies(out, lambda row: makers.get(row.buffer)).add))
 
 
 def _inline_into(reader: Node, producers: Producers) -> None:
@@ -296,7 +297,7 @@ def _try_to_inline(reader: Node, producers: Producers, refused: Collection[str])
     out, inlined, crowded = Recorder(), set[str](), set[str]()
 
     def producer_of(load: Row) -> Node | None:
-        name = load.attr[0]
+        name = load.buffer
         if name in refused or not _should_inline(producers, reader, load, out.rows):
             return None
         producer = producers.by_buffer[name]
@@ -351,7 +352,7 @@ class _Copies:
         producer = self._producer_of(row)
         if producer is None:
             return self._out.add_row(row).row
-        return copy_rows(self._out, producer, row.attr[1], row.args[0] if row.args else None, self.add)
+        return copy_rows(self._out, producer, row.indices, row.args[0] if row.args else None, self.add)
 
 
 def copy_rows(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from fuser.ir.loop_body import Row, prune_with
+from fuser.ir.loop_body import Row, loads_in, prune_with
 from fuser.ops import REDUCTIONS
 from fuser.scheduler.nodes import Node
 
@@ -42,4 +42,4 @@ def spreads_from_sum(node: Node, others: Iterable[Node], after: set[str]) -> boo
 
 
 def _reads(rows: Iterable[Row]) -> set[str]:
-    return {r.attr[0] for r in rows if r.op == "load"}
+    return {r.buffer for r in loads_in(rows)}

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.ir.loop_body import Row, indirect_rows
+from fuser.ir.loop_body import Row, indirect_rows, loads_in
 from fuser.ir.ranges import is_nonnegative
 from fuser.ir.sizes import ONE, ZERO, Expr, coefficient, expr, floordiv, mod, substitute
 from fuser.lowering.context import LoweringContext
@@ -53,7 +53,7 @@ def compute_several(
 def _read_most(rows: Sequence[Row], vector: Axis, many: int) -> list[Expr]:
     """The addresses of the tensor of which a nest reads `many` elements for each result, if it is the only one and if
     they are contiguous; else none."""
-    loads = {(r.attr[0], r.attr[1][0]): None for r in rows if r.op == "load" and not indirect_rows(r)}
+    loads = {(r.buffer, r.address): None for r in loads_in(rows) if not indirect_rows(r)}
     often = [name for name, n in Counter(name for name, _ in loads).items() if n >= many]
     found = [address for name, address in loads if name in often]
     alone = len(often) == 1 and all(coefficient(e, vector.sym) == ONE for e in found)

@@ -12,7 +12,7 @@ from dataclasses import field
 
 import torch
 
-from fuser.ir.loop_body import LoopBody, Row, map_exprs, prune_with, row_exprs
+from fuser.ir.loop_body import LoopBody, Row, loads_in, map_exprs, prune_with, row_exprs
 from fuser.ir.nodes import Buffer, Loops, Reduction, Scan, Scatter
 from fuser.ir.ranges import simplify_divmod
 from fuser.ir.sizes import (
@@ -94,7 +94,7 @@ class Node:
 
     def update_reads(self) -> None:
         """Recompute `reads` after rows changed."""
-        self.reads = {r.attr[0] for r in self.rows if r.op == "load"}
+        self.reads = {r.buffer for r in loads_in(self.rows)}
 
 
 def scanned_rows(node: Node) -> tuple[Row, ...]:
@@ -127,7 +127,7 @@ def make_nodes(ctx: LoweringContext, buffers: list[Buffer], empty: Collection[st
         for n, loops in enumerate(buffer.loops):
             node = _make_node(ctx, buffer, loops, n)
             if not node.reads.isdisjoint(empty):
-                node.rows = [_nothing(r.dtype) if r.op == "load" and r.attr[0] in empty else r for r in node.rows]
+                node.rows = [_nothing(r.dtype) if r.op == "load" and r.buffer in empty else r for r in node.rows]
                 node.update_reads()
             node.position = len(out)
             out.append(node)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from fuser.ir.loop_body import Recorder, Row, indirect_rows, map_exprs, renumber, renumber_expr, row_exprs
+from fuser.ir.loop_body import Recorder, Row, indirect_rows, loads_in, map_exprs, renumber, renumber_expr, row_exprs
 from fuser.ir.ranges import recombined, simplify_divmod
 from fuser.ir.sizes import (
     INDIRECT,
@@ -60,11 +60,11 @@ class _Builder:
 
         for n, row in enumerate(node.rows):
             if row.op == "load":
-                if row.attr[0] in self.values:
-                    number[n] = self.values[row.attr[0]]
+                if row.buffer in self.values:
+                    number[n] = self.values[row.buffer]
                     continue
-                address = flat_address(row.attr[1], self.strides[row.attr[0]])
-                row = Row("load", row.args, row.dtype, (row.attr[0], (address,)))
+                address = flat_address(row.indices, self.strides[row.buffer])
+                row = Row("load", row.args, row.dtype, (row.buffer, (address,)))
             if row_exprs(row):
                 row = map_exprs(row, moved)
             args = tuple(number[a] for a in row.args)
@@ -188,7 +188,7 @@ def _crossed(axes: list[Axis], rows: list[Row]) -> Sym | None:
     Tiles of columns read both operands in runs. None if all large operands are contiguous along the same kind of axis.
     """
     points = math.prod(max(a.hint, 1) for a in axes)
-    loads = [r.attr[1][0] for r in rows if r.op == "load" and not indirect_rows(r)]
+    loads = [r.address for r in loads_in(rows) if not indirect_rows(r)]
     large = [e for e in loads if 8 * _touched(e, axes) >= points]
     along = [a for e in large for a in axes if a.hint >= RUN and coefficient(e, a.sym) == ONE]
     kept = [a.sym for a in along if not a.reduced]
@@ -225,7 +225,7 @@ def _read_across(axes: Sequence[Axis], rows: Sequence[Row]) -> Sym | None:
 
     Iterations along it should be consecutive, because they read the same cache lines.
     """
-    loads = [r.attr[1][0] for r in rows if r.op == "load"]
+    loads = [r.address for r in loads_in(rows)]
     if any(coefficient(e, a.sym) == ONE for e in loads for a in axes if a.reduced):
         return None
     return next((a.sym for a in axes if not a.reduced and any(coefficient(e, a.sym) == ONE for e in loads)), None)
@@ -295,7 +295,7 @@ def _is_plain(e: Expr) -> bool:
 
 def _main_access(rows: list[Row], stores: list[tuple[str, Expr, int]], axes: list[Axis]) -> Expr | None:
     """The address that depends on the most axes; a store's address comes before a load's."""
-    everywhere = [e for _, e, _ in stores] + [r.attr[1][0] for r in rows if r.op == "load"]
+    everywhere = [e for _, e, _ in stores] + [r.address for r in loads_in(rows)]
     count = {e: sum(1 for a in axes if a.sym in symbols(e)) for e in everywhere}
     return max(everywhere, key=lambda e: count[e], default=None)
 
@@ -321,7 +321,7 @@ def _choose_vector(
     if not axes:
         return None
     points = math.prod(max(a.hint, 1) for a in axes)
-    accesses = [(r.attr[1][0], 1.0) for r in rows if r.op == "load"] + [(e, 2.0) for _, e, _ in stores]
+    accesses = [(r.address, 1.0) for r in loads_in(rows)] + [(e, 2.0) for _, e, _ in stores]
     reduces = any(a.reduced for a in axes)
     shares = {e: _touched(e, axes) / points for e, _ in accesses}
     along = _varying(axes, rows, reductions, [e for e, _ in accesses])
@@ -343,7 +343,7 @@ def _choose_vector(
         return (total, at)
 
     def is_read_along(a: Axis) -> bool:
-        addresses = [r.attr[1][0] for r in rows if r.op == "load"]
+        addresses = [r.address for r in loads_in(rows)]
         return any(2 * shares[e] > 1 and coefficient(e, a.sym) == ONE for e in addresses)
 
     best = max(enumerate(axes), key=score)
@@ -378,7 +378,7 @@ def _is_thin(
     if a.hint >= FEW or not all(coefficient(e, a.sym) == ONE for _, e, _ in stores):
         return False
     others = {b.sym for b in axes if b is not a}
-    loads = [symbols(r.attr[1][0]) & {b.sym for b in axes} for r in rows if r.op == "load"]
+    loads = [symbols(r.address) & {b.sym for b in axes} for r in loads_in(rows)]
     alone = len(axes) > 2 and any(len(along) == 1 and along <= others for along in loads)
     return a.sym != vector or alone
 
@@ -400,7 +400,7 @@ def _short_row(
     dearly = any(REDUCTIONS[kind].extreme for kind, _, _ in reductions)
     dearly = dearly and not any(REDUCTIONS[kind].adds and dtype is torch.float64 for kind, _, dtype in reductions)
     alone = len(reductions) == 1 and not REDUCTIONS[reductions[0][0]].index
-    narrowest = min((compute_dtype(dtypes[r.attr[0]]).itemsize for r in rows if r.op == "load"), default=4)
+    narrowest = min((compute_dtype(dtypes[r.buffer]).itemsize for r in loads_in(rows)), default=4)
     return max(target.dearly_folded if dearly and not alone else 16, target.vector_bytes // narrowest)
 
 
@@ -420,7 +420,7 @@ def _finish(
     done = tuple(Reduce(i, k, r, d, phases[r]) for i, (k, r, d) in enumerate(reductions))
     full = {n for n, along in enumerate(varies) if along & {a.sym for a in axes if a.reduced}}
     final = _late(final, rows, done, full)
-    used = dict.fromkeys([r.attr[0] for r in rows if r.op == "load"] + [b for b, _, _ in stores])
+    used = dict.fromkeys([r.buffer for r in loads_in(rows)] + [b for b, _, _ in stores])
     return KernelPlan(
         name=_name(kernel, axes, done),
         axes=tuple(axes), vector=vector, rows=tuple(rows), phases=phases, varies=varies, stores=final,

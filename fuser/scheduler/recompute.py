@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 
-from fuser.ir.loop_body import is_checked
+from fuser.ir.loop_body import is_checked, loads_in
 from fuser.ir.sizes import Expr, symbols
 from fuser.scheduler.fusion import Fusion, Kernel
 from fuser.scheduler.inline import MOST_ROWS, inline_buffers
@@ -54,7 +54,7 @@ def recompute(
         if any(is_checked(r) for n in inner.values() for r in n.rows):
             continue  # a reader of one part would check the bounds of that part alone
         for node in found:
-            copies = len({r for r in node.rows if r.op == "load" and r.attr[0] == b})
+            copies = len({r for r in loads_in(node.rows) if r.buffer == b})
             if node.ordered is None and not node.contracts and len(node.rows) + rows * copies <= MOST_ROWS:
                 inline_buffers(node, inner)
                 changed = True
@@ -63,7 +63,7 @@ def recompute(
 
 def _points(node: Node, b: str, hint: Callable[[Expr], int]) -> int:
     """At how many points a node reads `b`, the loops apart along which it reads the same element."""
-    read = {v for r in node.rows if r.op == "load" and r.attr[0] == b for e in r.attr[1] for v in symbols(e)}
+    read = {v for r in loads_in(node.rows) if r.buffer == b for e in r.indices for v in symbols(e)}
     return math.prod(hint(size) for v, size in node.domain if v in read)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.ir.loop_body import Recorder, Row, map_exprs, renumber_expr, row_exprs
+from fuser.ir.loop_body import Recorder, Row, loads_in, map_exprs, renumber_expr, row_exprs
 from fuser.ir.sizes import ONE, SIZE, ZERO, Expr, Sym, coefficient, expr, substitute, symbols
 from fuser.lowering.context import LoweringContext
 from fuser.ops import REDUCTIONS
@@ -59,7 +59,7 @@ def _is_free(axis: Axis, rows: Sequence[Row], reductions: Reductions) -> bool:
 
 def _runs(rows: Sequence[Row], stores: Stores, axis: Sym) -> Stores:
     """The addresses that vary along `axis` and others, if all of them are contiguous along `axis`; else none."""
-    loads = [(r.attr[0], r.attr[1][0], 0) for r in rows if r.op == "load"]
+    loads = [(r.buffer, r.address, 0) for r in loads_in(rows)]
     varying = [(b, e, n) for b, e, n in (*loads, *stores) if {s for s in symbols(e) if s.kind != SIZE} > {axis}]
     varying = [(b, e, n) for b, e, n in varying if coefficient(e, axis) != ZERO]
     return varying if varying and all(coefficient(e, axis) == ONE for _, e, _ in varying) else []

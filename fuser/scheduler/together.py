@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from fuser.ir.loop_body import Recorder, Row, map_exprs, renumber_expr, row_exprs
+from fuser.ir.loop_body import Recorder, Row, loads_in, map_exprs, renumber_expr, row_exprs
 from fuser.ir.sizes import ZERO, Expr, Sym, expr, product, substitute
 from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store
@@ -67,7 +67,7 @@ def _without_handed_over(
 ) -> Joined:
     """`joined` without stores of buffers that only its two plans use."""
     read = {b for p in plans if p is not first and p is not second for b in _reads(p)}
-    read |= {r.attr[0] for n, r in enumerate(joined.down.rows) if r.op == "load" and joined.down.phases[n] > 0}
+    read |= {r.buffer for n, r in enumerate(joined.down.rows) if r.op == "load" and joined.down.phases[n] > 0}
     stores = tuple(s for s in joined.plan.stores if s.buffer in kept or s.buffer in read)
     return dataclasses.replace(joined, plan=dataclasses.replace(joined.plan, stores=stores))
 
@@ -97,7 +97,7 @@ def reduces_in_one_pass(plan: KernelPlan) -> bool:
 
 # -- order ------------------------------------------------------------------------------------------------------------
 def _reads(plan: KernelPlan) -> set[str]:
-    return {r.attr[0] for r in plan.rows if r.op == "load"}
+    return {r.buffer for r in loads_in(plan.rows)}
 
 
 def _writes(plan: KernelPlan) -> set[str]:
@@ -140,7 +140,7 @@ def _join(first: KernelPlan, second: KernelPlan) -> Joined | None:
     phases, varies = phases_of(axes, rows, [r.row for r in reductions])
     stores = tuple(dataclasses.replace(s, phase=phases[s.row]) for s in merged.stores)
     reductions = [dataclasses.replace(r, phase=phases[r.row]) for r in reductions]
-    used = dict.fromkeys([r.attr[0] for r in rows if r.op == "load"] + [s.buffer for s in stores])
+    used = dict.fromkeys([r.buffer for r in loads_in(rows)] + [s.buffer for s in stores])
     dtypes = {**dict(first.buffers), **dict(second.buffers)}
     vector = next(a.sym for a in reversed(axes) if a.reduced)
     plan = KernelPlan(
@@ -212,8 +212,8 @@ class _Merged:
             args = tuple(number[a] for a in row.args)
             if row_exprs(row):
                 row = map_exprs(row, moved)
-            if row.op == "load" and row.attr[0] in self.written:
-                found = self.known.get((row.attr[0], row.attr[1][0]))
+            if row.op == "load" and row.buffer in self.written:
+                found = self.known.get((row.buffer, row.address))
                 if found is None or args:
                     return False
                 number[n] = found

@@ -10,7 +10,16 @@ import itertools
 
 import torch
 
-from fuser.ir.loop_body import Recorder, Row, compute_dtype, indirect_rows, map_exprs, renumber_expr, row_exprs
+from fuser.ir.loop_body import (
+    Recorder,
+    Row,
+    compute_dtype,
+    indirect_rows,
+    loads_in,
+    map_exprs,
+    renumber_expr,
+    row_exprs,
+)
 from fuser.ir.sizes import Expr, Sym, expr, product, substitute, symbols
 from fuser.ops import REDUCTIONS
 from fuser.scheduler.nodes import Node
@@ -32,7 +41,7 @@ def _is_short(node: Node, apart: int, components: int) -> bool:
     if not 1 < n <= max(apart, components) or n * len(node.rows) > MOST_ROWS or not node.kept:
         return False
     reduced = {v for v, _ in node.reduced}
-    neighbours = (r.attr[1][-1] for r in node.rows if r.op == "load" and r.attr[1])
+    neighbours = (r.indices[-1] for r in loads_in(node.rows) if r.indices)
     return n <= (components if any(symbols(e) & reduced for e in neighbours) else apart)
 
 

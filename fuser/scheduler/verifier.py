@@ -55,7 +55,7 @@ def _verify(
     for n, row in enumerate(plan.rows):
         verify_row(n, plan.rows, known | axes, scalars)
         if row.op == "load":
-            name = row.attr[0]
+            name = row.buffer
             if name not in ready and name not in stored:
                 raise VerifyError(f"%{n} reads {name}, which nobody wrote")
             if row.dtype is not compute_dtype(dtypes[name]):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ir.loop_body import is_checked, loop_variables, ops, record
+from fuser.ir.loop_body import is_checked, loads_in, loop_variables, ops, record
 from fuser.ir.nodes import Buffer, Pointwise
 from fuser.ir.sizes import Expr
 from fuser.lowering.context import LoweringContext
@@ -52,7 +52,7 @@ def _is_last_use(plans: Sequence[KernelPlan], at: int, buffer: str, target: str)
     """
 
     def loads(plan: KernelPlan) -> dict[int, Expr]:
-        return {n: r.attr[1][0] for n, r in enumerate(plan.rows) if r.op == "load" and r.attr[0] == target}
+        return {n: r.address for n, r in enumerate(plan.rows) if r.op == "load" and r.buffer == target}
 
     plan, own = plans[at], loads(plans[at])
     if any(loads(p) for p in plans[at + 1 :]):
@@ -76,7 +76,7 @@ def _redirected(plan: KernelPlan, buffer: str, target: str, keep: bool, dtypes: 
     for s in plan.stores:
         moved = dataclasses.replace(s, buffer=target)
         stores += [s] if s.buffer != buffer else [s, moved] if keep else [moved]
-    used = dict.fromkeys([r.attr[0] for r in plan.rows if r.op == "load"] + [s.buffer for s in stores])
+    used = dict.fromkeys([r.buffer for r in loads_in(plan.rows)] + [s.buffer for s in stores])
     return dataclasses.replace(plan, stores=tuple(stores), buffers=tuple((b, dtypes[b]) for b in used))
 
 
