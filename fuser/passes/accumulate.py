@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config, targets
+from fuser import targets
 from fuser.passes.calls import put_for
 from fuser.passes.classify import LIBRARY, op_name
 from fuser.passes.hints import are_numbers, is_contiguous, same
@@ -23,8 +23,6 @@ def add_rows_in_place(module: fx.GraphModule) -> int:
     On the CPU. ATen would fill a matrix of zeros and add the whole matrix. Rows are added one by one in the order of
     the words, so the bits are the same each time.
     """
-    if config.numerics == "eager":
-        return 0
     changed = 0
     for node in list(module.graph.nodes):
         if node.target is not aten.add.Tensor or node.kwargs:
@@ -43,8 +41,6 @@ def add_rows_to_zeros(module: fx.GraphModule) -> int:
     On the CPU. The pass comes last, when the inputs of the gradient's rows are freed. Rows are added in the order of
     the words.
     """
-    if config.numerics == "eager":
-        return 0
     changed = 0
     for node in list(module.graph.nodes):
         if not _is_gradient(node) or any(user.op != "output" for user in node.users) or not _is_sparse(node):

@@ -81,7 +81,7 @@ class Product:
 
 def aligned_products(module: fx.GraphModule) -> int:
     """On CUDA, a product for tensor cores whose rows begin at odd addresses is made of padded matrices where faster."""
-    if config.numerics == "eager" or config.is_deterministic():
+    if config.is_deterministic():
         return 0
     changed = 0
     made: dict[tuple[fx.Node, Padding], fx.Node] = {}

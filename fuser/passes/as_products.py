@@ -24,10 +24,10 @@ def convolutions_to_products(
 ) -> int:  # fmt: skip
     """Convert the nodes that have a form, where products are faster, and let the others follow. Returns their number.
 
-    0, with the graph as it was, where layouts or numbers must be eager's, for free sizes, and where a step fails.
+    0, with the graph as it was, where layouts must be eager's, for free sizes, and where a step fails.
     """
     mode = fake_mode_of(module.graph)
-    if config.numerics == "eager" or config.is_deterministic() or config.convolution_layout == "eager" or mode is None:
+    if config.is_deterministic() or config.convolution_layout == "eager" or mode is None:
         return 0
     if all(form_of(n) is None for n in module.graph.nodes) or not is_static(module.graph):
         return 0

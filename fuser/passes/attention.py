@@ -65,8 +65,6 @@ class _Found:
 def fuse_attention(module: fx.GraphModule) -> int:
     """Attention written as products and a softmax becomes `scaled_dot_product_attention`."""
     nodes = list(module.graph.nodes)
-    if config.numerics == "eager":
-        return 0
     casts = autocasts(nodes)
     order = {node: i for i, node in enumerate(nodes)}
     writes = position_of_writes(nodes)

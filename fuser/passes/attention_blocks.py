@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config, targets
+from fuser import targets
 from fuser.attention.reach import RANGES, Reaching
 from fuser.attention.reached import BACKWARD, CUDNN_BACKWARD, FORWARD, Reached
 from fuser.lowering.shapes import dense_strides, order_like
@@ -25,8 +25,6 @@ _LONGEST_HEAD = 128
 
 def attention_by_blocks(module: fx.GraphModule) -> int:
     """Attention of 16-bit floats on CUDA skips the blocks of keys that its mask rules out, if these are many."""
-    if config.numerics == "eager":
-        return 0
     changed = 0
     for node in list(module.graph.nodes):
         reach = node.meta.get(RANGES)

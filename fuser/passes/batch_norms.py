@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config
 from fuser.passes.calls import Call, autocasts, call_of, emit, position_of_writes, value_of
 
 _LEAST_GAIN = 2  # elements of the images per element of the weights
@@ -22,7 +21,7 @@ _DTYPES = (torch.float32, torch.float64)
 def fold_batch_norms(module: fx.GraphModule) -> int:
     """A batch norm in eval mode after a convolution is folded into it, if no kernel would compute the norm."""
     nodes = list(module.graph.nodes)
-    if config.numerics == "eager" or any(a.dtypes for a in autocasts(nodes)):
+    if any(a.dtypes for a in autocasts(nodes)):
         return 0
     order = {node: i for i, node in enumerate(nodes)}
     writes = position_of_writes(nodes)

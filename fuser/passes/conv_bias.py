@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config, targets
+from fuser import targets
 from fuser.passes.calls import put_for
 from fuser.passes.cublas import is_left_alone
 from fuser.passes.hints import are_numbers
@@ -36,8 +36,6 @@ def _is_biased(node: fx.Node) -> bool:
 
 def bias_behind_convolution(module: fx.GraphModule) -> int:
     """On CUDA the bias of a convolution whose result a kernel reads is added by that kernel."""
-    if config.numerics == "eager":
-        return 0
     changed = 0
     for node in list(module.graph.nodes):
         if not _is_biased(node):
@@ -60,8 +58,6 @@ def bias_behind_convolution(module: fx.GraphModule) -> int:
 
 def bias_gradients_apart(module: fx.GraphModule) -> int:
     """On CUDA the gradient of a convolution's bias is a sum of its own, which fuses with what else reads the images."""
-    if config.numerics == "eager":
-        return 0
     changed = 0
     for node in list(module.graph.nodes):
         if node.target is aten.convolution_backward.default and not node.kwargs and _sums_on_cuda(node):

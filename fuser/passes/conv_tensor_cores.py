@@ -143,7 +143,7 @@ def _turned_weight(walk: Relayout, weight: Any) -> fx.Node:
 
 def tensor_cores_channels_last(module: fx.GraphModule) -> int:
     """On CUDA, graphs whose convolutions run on tensor cores are converted to channels-last memory."""
-    if config.numerics == "eager" or config.convolution_layout == "eager" or not torch.backends.cudnn.enabled:
+    if config.convolution_layout == "eager" or not torch.backends.cudnn.enabled:
         return 0
     if not any(_images(n) is not None for n in module.graph.nodes) or not writes_at_end(module.graph):
         return 0

@@ -246,7 +246,7 @@ def _convert_backward(walk: Relayout, node: fx.Node, form: str) -> set[fx.Node]:
 
 def convolutions_channels_last(module: fx.GraphModule) -> int:
     """Run a graph's convolutions and their neighbours in channels-last memory, if that is faster."""
-    if config.numerics == "eager" or config.convolution_layout == "eager":
+    if config.convolution_layout == "eager":
         return 0
     if not any(_is_on_cpu(n) for n in module.graph.nodes) or not writes_at_end(module.graph):
         return 0

@@ -11,7 +11,6 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fuser import config
 from fuser.passes.calls import own_operator
 from fuser.passes.classify import APART, Kind, classify
 from fuser.passes.example_sizes import by_example
@@ -34,8 +33,6 @@ def is_depthwise(node: fx.Node) -> bool:
 
 def depthwise_by_kernels(module: fx.GraphModule) -> int:
     """On CUDA, a depthwise convolution of small windows becomes a kernel that fuses with what follows."""
-    if config.numerics == "eager":
-        return 0
     calls = [n for n in module.graph.nodes if n.target is aten.convolution.default]
     return by_example(module, _rewrite_small) if any(n.args[8] != 1 for n in calls) else 0
 

@@ -33,33 +33,44 @@ JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("fold_uniform", fold_uniform),
     Pass("merge_casts", merge_casts),
     Pass("merge_views", merge_views),
-    Pass("small_products_to_sums", later("small_products", "small_products_to_sums"), calls=_MATRICES),
-    Pass("add_to_addmm", later("matmuls", "add_to_addmm"), calls="aten.mm"),
-    Pass("addmm_to_add", later("matmuls", "addmm_to_add"), calls="aten.addmm"),
-    Pass("patches_to_products", later("patches", "patches_to_products"), calls=_CONVOLUTION, device=_CUDA),
-    Pass("aligned_products", later("aligned_products", "aligned_products"), calls="aten.mm aten.addmm", device=_CUDA),
+    Pass("small_products_to_sums", later("small_products", "small_products_to_sums"), calls=_MATRICES, rounds=True),
+    Pass("add_to_addmm", later("matmuls", "add_to_addmm"), calls="aten.mm", rounds=True),
+    Pass("addmm_to_add", later("matmuls", "addmm_to_add"), calls="aten.addmm", rounds=True),
+    Pass(
+        "patches_to_products", later("patches", "patches_to_products"), calls=_CONVOLUTION, device=_CUDA, rounds=True
+    ),
+    Pass(
+        "aligned_products", later("aligned_products", "aligned_products"), calls="aten.mm aten.addmm", device=_CUDA,
+        rounds=True,
+    ),
     Pass("forget_statistics", later("statistics", "forget_statistics"), calls="aten.native_batch_norm_backward"),
-    Pass("norms_again", later("norms", "norms_again"), calls="aten._native_batch_norm_legit_functional"),
-    Pass("keep_logits", later("losses", "keep_logits"), calls="aten._log_softmax"),
+    Pass("norms_again", later("norms", "norms_again"), calls="aten._native_batch_norm_legit_functional", rounds=True),
+    Pass("keep_logits", later("losses", "keep_logits"), calls="aten._log_softmax", rounds=True),
     Pass("pools_by_offsets", later("pools", "pools_by_offsets"), calls=_POOLS),
     Pass("kinks_by_masks", later("kinks", "kinks_by_masks"), calls=_KINKS),
     Pass(
         "bias_gradients_apart", later("conv_bias", "bias_gradients_apart"), calls="aten.convolution_backward",
-        device=_CUDA,
+        device=_CUDA, rounds=True,
     ),
-    Pass("convolutions_channels_last", later("convolutions", "convolutions_channels_last"), calls=_CONVOLUTION),
+    Pass(
+        "convolutions_channels_last", later("convolutions", "convolutions_channels_last"), calls=_CONVOLUTION,
+        rounds=True,
+    ),
     Pass(
         "tensor_cores_channels_last", later("conv_tensor_cores", "tensor_cores_channels_last"), calls=_CONVOLUTION,
-        device=_CUDA,
+        device=_CUDA, rounds=True,
     ),
     Pass(
         "grouped_points_to_products", later("grouped_points", "grouped_points_to_products"), calls=_CONVOLUTION,
-        device=_CUDA,
+        device=_CUDA, rounds=True,
     ),
-    Pass("depthwise_by_kernels", later("depthwise", "depthwise_by_kernels"), calls=_CONVOLUTION, device=_CUDA),
+    Pass(
+        "depthwise_by_kernels", later("depthwise", "depthwise_by_kernels"), calls=_CONVOLUTION, device=_CUDA,
+        rounds=True,
+    ),
     Pass(
         "depthwise_gradients", later("depthwise_gradients", "depthwise_gradients"), calls="aten.convolution_backward",
-        device=_CUDA,
+        device=_CUDA, rounds=True,
     ),
-    Pass("decompose_norms", later("norm_results", "decompose_norms"), calls=_NORMS),
+    Pass("decompose_norms", later("norm_results", "decompose_norms"), calls=_NORMS, rounds=True),
 )

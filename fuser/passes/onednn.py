@@ -110,7 +110,7 @@ def _copied(graph: fx.Graph, x: fx.Node) -> fx.Node:
 def linear_to_onednn(module: fx.GraphModule) -> int:
     """`mm` and `addmm` become oneDNN's linear, or leave their bias to a kernel, where that is faster."""
     op = linear_op()
-    if op is None or config.linear_backend == "aten" or config.numerics == "eager":
+    if op is None or config.linear_backend == "aten":
         return 0
     return sum(_provide(node, op) for node in list(module.graph.nodes))
 

@@ -12,6 +12,9 @@ PRE_GRAD: tuple[Pass, ...] = (
     Pass("name_written", name_written),
     Pass("drop_identities", drop_identities),
     Pass("keep_loss_weights", keep_loss_weights, calls="l1_loss"),
-    Pass("fuse_attention", later("attention", "fuse_attention"), calls="softmax scaled_dot_product_attention"),
-    Pass("fold_batch_norms", later("batch_norms", "fold_batch_norms"), calls="batch_norm"),
+    Pass(
+        "fuse_attention", later("attention", "fuse_attention"), calls="softmax scaled_dot_product_attention",
+        rounds=True,
+    ),
+    Pass("fold_batch_norms", later("batch_norms", "fold_batch_norms"), calls="batch_norm", rounds=True),
 )

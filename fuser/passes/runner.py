@@ -36,7 +36,8 @@ class Pass:
     `calls`: names (see `calls.called`), separated by spaces, of which a graph has to call one for the pass to change
     anything; a last `*` matches any ending. `setting`: a setting of `fuser.config` that has to be on. `device`: a type
     of device that the graph must have a tensor on. The pass is skipped otherwise, unless `config.check_passes` checks
-    that it changes nothing.
+    that it changes nothing. `rounds`: some results may be rounded otherwise than in eager; with `config.numerics =
+    "eager"` the pass never runs.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Pass:
     calls: str = ""
     setting: str = ""
     device: str = ""
+    rounds: bool = False
 
     @property
     def doc(self) -> str:
@@ -135,6 +137,9 @@ def run_passes(module: fx.GraphModule, passes: Iterable[Numbered], disabled: fro
     with sources.kept(module):
         for p in passes:
             if not is_enabled(p, disabled):
+                continue
+            if p.item.rounds and config.numerics == "eager":
+                records.append(PassRecord(p.item.name, 0, 0.0, p.stage))
                 continue
             if not p.item.may_change(module.graph, present):
                 records.append(_left_out(module, p, unknown))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config, targets
+from fuser import targets
 from fuser.attention.products import product_dtype
 from fuser.passes.hints import same, size_hint
 
@@ -29,8 +29,6 @@ _TENSORS = {  # number of leading tensor arguments
 
 def products_in_float32(module: fx.GraphModule) -> int:
     """A product or convolution in 16-bit floats without a fast kernel on the CPU is computed in float32."""
-    if config.numerics == "eager":
-        return 0
     return sum(_widened(node) for node in list(module.graph.nodes) if node.target in _TENSORS)
 
 

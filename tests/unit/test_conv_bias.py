@@ -7,7 +7,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuser import config
 from fuser.passes.conv_bias import bias_behind_convolution, bias_gradients_apart
 
 aten = torch.ops.aten
@@ -41,19 +40,16 @@ def test_a_kernel_adds_the_bias():
 
 
 @pytest.mark.parametrize(
-    ("f", "device", "numerics"),
+    ("f", "device"),
     [
-        (conv, "cuda", "fast"),
-        (lambda x, w, b: conv(x, w, b).relu(), "cpu", "fast"),
-        (lambda x, w, b: conv(x, w, b).relu(), "cuda", "eager"),
-        (lambda x, w, b: conv(x, w, None).relu(), "cuda", "fast"),
+        (conv, "cuda"),
+        (lambda x, w, b: conv(x, w, b).relu(), "cpu"),
+        (lambda x, w, b: conv(x, w, None).relu(), "cuda"),
     ],
-    ids=["nobody reads it", "cpu", "eager", "no bias"],
+    ids=["nobody reads it", "cpu", "no bias"],
 )
-def test_left_alone(f, device, numerics):
-    module = traced(f, *SHAPES, device=device)
-    with config.override(numerics=numerics):
-        assert bias_behind_convolution(module) == 0
+def test_left_alone(f, device):
+    assert bias_behind_convolution(traced(f, *SHAPES, device=device)) == 0
 
 
 def gradients(mask, grad, x, w):
@@ -72,7 +68,4 @@ def test_the_gradient_of_a_bias_is_a_sum(mask):
     assert masks == ([[*mask[:2], False]] if any(mask[:2]) else [])
     args = [torch.randn(s) for s in shapes]
     torch.testing.assert_close(run(module, *args), gradients(mask, *args))
-    for device, numerics in (("cpu", "fast"), ("cuda", "eager")):
-        module = traced(lambda *args: gradients(mask, *args), *shapes, device=device)
-        with config.override(numerics=numerics):
-            assert bias_gradients_apart(module) == 0
+    assert bias_gradients_apart(traced(lambda *args: gradients(mask, *args), *shapes, device="cpu")) == 0

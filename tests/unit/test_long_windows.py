@@ -9,7 +9,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuser import config
 from fuser.passes import long_windows
 from fuser.passes.long_windows import grouped_by_windows, long_windows_to_products, runs_of
 
@@ -70,8 +69,6 @@ def test_which_convolutions(monkeypatch, name: str) -> None:
     if number:
         args = [torch.randn(s) for s in shapes]
         torch.testing.assert_close(torch.fx.Interpreter(module).run(*args), f(*args), rtol=1e-4, atol=1e-4)
-        with config.override(numerics="eager"):
-            assert long_windows_to_products(traced(f, *shapes, **how)) == 0
 
 
 def test_contestants_do_the_same_work() -> None:

@@ -371,6 +371,30 @@ def test_a_pass_whose_calls_a_graph_has_is_run(needs, monkeypatch):
     assert changed("swap") == 2
 
 
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_pass_that_may_round_does_not_run_with_eagers_numbers(checked, monkeypatch):
+    called = listed(monkeypatch, rounds=True)
+    torch.testing.assert_close(run(check_passes=checked, numerics="eager"), f(X, Y))
+    assert not called and changed("swap") == 0
+    run(check_passes=False)
+    assert called and changed("swap") == 2
+
+
+def test_passes_of_libraries_may_round():
+    """Passes that give products, convolutions, norms or attention to another kernel say that they may round."""
+    rounding = {p.item.name for p in registry.numbered() if p.item.rounds}
+    assert rounding == set(MAY_ROUND.split())
+
+
+MAY_ROUND = """
+add_rows_in_place add_rows_to_zeros add_to_addmm addmm_to_add aligned_products attention_by_blocks attention_by_parts
+bias_behind_convolution bias_gradients_apart convolutions_channels_last decompose_norms depthwise_by_kernels
+depthwise_gradients fold_batch_norms fold_into_cublas fuse_attention grouped_points_to_products keep_logits
+linear_to_onednn long_windows_to_products norms_again patches_to_products products_in_float32 small_products_to_sums
+tensor_cores_channels_last
+"""
+
+
 def test_a_pass_that_changes_a_graph_without_what_it_says_is_found(monkeypatch):
     listed(monkeypatch, calls="aten.sin")
     with pytest.raises(Exception, match="pass 'swap' changed a graph without what it is said to need: aten.sin"):
