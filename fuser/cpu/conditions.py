@@ -48,8 +48,9 @@ def way_of(facts: Facts, n: int) -> Way | None:
 
 def _runs_back(facts: Facts, row: Row) -> bool:
     """Whether a load runs backwards in a loop over elements of several widths: g++ does not vectorise it."""
-    widths = {d.itemsize for _, d in facts.plan.buffers} | {r.dtype.itemsize for r in facts.plan.rows}
-    return len(widths) > 1 and facts.step(row.address) == -1
+    if facts.step(row.address) != -1:
+        return False
+    return len({d.itemsize for _, d in facts.plan.buffers} | {r.dtype.itemsize for r in facts.plan.rows}) > 1
 
 
 def _is_shared(facts: Facts, row: Row) -> bool:

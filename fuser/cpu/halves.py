@@ -37,10 +37,11 @@ def has_halves(facts: Facts, phase: int) -> bool:
 
 
 def _reads_halves(facts: Facts, n: int) -> bool:
-    way, row = way_of(facts, n), facts.plan.rows[n]
-    if way is None or n in facts.moved or facts.dtypes[row.buffer] is not torch.float16:
+    row = facts.plan.rows[n]
+    if row.op != "load" or n in facts.moved or facts.dtypes[row.buffer] is not torch.float16:
         return False
-    if way is Way.SELECT and not edges_of(facts, row.args[0]):
+    way = way_of(facts, n)
+    if way is None or (way is Way.SELECT and not edges_of(facts, row.args[0])):
         return False
     return way is Way.BACK or facts.step(row.address) == 1
 

@@ -73,7 +73,8 @@ class Row:
     @property
     def address(self) -> Expr:
         """The flat address of a load in a kernel plan."""
-        (found,) = self.indices
+        found: Expr
+        (found,) = self.attr[1]
         return found
 
 

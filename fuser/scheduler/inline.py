@@ -34,6 +34,7 @@ from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, product, substitute,
 from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.align import digits_of
 from fuser.scheduler.nodes import Node, normalise
+from fuser.targets import Target
 
 CHEAP = 8  # operations a recomputed element may cost
 FEW = 8  # a reader with at most 1/FEW of the producer's points computes its elements itself, whatever they cost
@@ -48,16 +49,14 @@ MOST_ROWS = 96  # rows that a reader may have after inlining
 
 @dataclass(frozen=True)
 class Producers:
-    """The producer of each buffer by name, and `hint`, which gives a size's value in the example."""
+    """The producer of each buffer by name; `hint` gives a size's value in the example, `target` is the device."""
 
     by_buffer: Mapping[str, Node]
     hint: Callable[[Expr], int]
+    target: Target
     stored: Collection[str] = ()  # buffers that are written to memory in any case
     shared: Collection[str] = ()  # buffers that other loops than scatters and scans read
-    apart: bool = False  # whether values that each row or column has one of are computed with the reduction before them
     reductions: Collection[str] = ()  # the buffers that reductions make
-    components: int = 0  # largest number of components that one iteration computes together
-    table_work: int = 0  # saved operations from which a value of indices alone is stored; 0: never
     evaluations: Mapping[str, float] = field(default_factory=dict)  # how often an element is computed if it is inlined
 
     def points(self, node: Node) -> int:
@@ -77,7 +76,7 @@ class Producers:
         `scheduler.choices` then writes out the innermost loop.
         """
         count = reader.sizes()[innermost].as_int()
-        if count is None or count > self.components or reader.is_reduction or not reader.identity_store:
+        if count is None or count > self.target.components or reader.is_reduction or not reader.identity_store:
             return False
         return self.points(reader) <= count * self.points(producer)
 
@@ -96,24 +95,12 @@ class Producers:
         return cost * again > DEEP
 
 
-def inline_cheap(
-    nodes: list[Node],
-    hint: Callable[[Expr], int],
-    stored: Collection[str] = (),
-    scans_share: bool = False,
-    table_work: int = 0,
-    apart: bool = False,
-    components: int = 0,
-) -> None:
-    """Copy cheap producers into readers that cannot line up with them. `nodes` are in order of execution.
-
-    `scans_share`: a scan does not recompute a costly value that other loops read, too. `table_work`, `apart`: as in
-    `Target`. `components`: as in `Producers`.
-    """
+def inline_cheap(nodes: list[Node], hint: Callable[[Expr], int], target: Target, stored: Collection[str]) -> None:
+    """Copy cheap producers into readers that cannot line up with them. `nodes` are in order of execution."""
     makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction and not n.buffer.table}
-    shared = {b for n in nodes if n.ordered is None for b in n.reads} if scans_share else ()
+    shared = {b for n in nodes if n.ordered is None for b in n.reads} if target.scans_alone else ()
     reductions = {n.buffer.name for n in nodes if n.is_reduction}
-    producers = Producers(makers, hint, stored, shared, apart, reductions, components, table_work)
+    producers = Producers(makers, hint, target, stored, shared, reductions)
     producers = replace(producers, evaluations=_evaluations(nodes, producers))
     for node in nodes:
         if node.contracts:
@@ -179,7 +166,7 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
     hoisted = hoisted and (innermost in read or innermost is None or together or _turns(producers, reader, read) >= FEW)
     if producers.points(reader) >= AGAIN * producers.points(producer) and _looks_up_along(producer, index, innermost):
         return False
-    if producers.apart and not reader.is_reduction and _is_of_reductions(producers, producer, reader):
+    if producers.target.apart and not reader.is_reduction and _is_of_reductions(producers, producer, reader):
         return False
     if together and load.args and _varies_along(rows, (indirect_symbol(load.args[0]),)) == {innermost}:
         return True  # a piece of a join: only its own components' iterations compute it
@@ -207,8 +194,8 @@ def _is_table(producers: Producers, producer: Node, reader: Node) -> bool:
     """Whether a value of indices alone is worth memory: each element is costly and is read many times."""
     points, cost = producers.points(producer), producer.cost()
     again = producers.points(reader) - points
-    many = again >= (AGAIN - 1) * points and again * cost >= producers.table_work
-    return producers.table_work > 0 and cost > CHEAP and many
+    many = again >= (AGAIN - 1) * points and again * cost >= producers.target.table_work
+    return producers.target.table_work > 0 and cost > CHEAP and many
 
 
 def _inwards(reader: Node) -> list[Sym]:

@@ -51,10 +51,7 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
         raise Unsupported("an index is read for its size alone: no kernel would look at its places")
     nodes = make_nodes(ctx, live, _empty(lowered))
     unroll_short(nodes, ctx.target.unrolls, ctx.target.components)
-    target = ctx.target
-    inline_cheap(
-        nodes, ctx.hint, roots, target.scans_alone, target.table_work, target.apart, target.components
-    )  # fmt: skip
+    inline_cheap(nodes, ctx.hint, ctx.target, roots)
     nodes = _live_nodes(nodes, roots)
     strides: dict[str, tuple[Expr, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
