@@ -37,7 +37,14 @@ def _normed(forward: fx.Graph) -> set[fx.Node]:
     """
     calls = [(op_name(n.target), n) for n in forward.nodes if n.op == "call_function"]
     norms = [n for name, n in calls if name in _WITH_STATISTICS and any(u.args[1] != 0 for u in n.users)]
-    return {n.all_input_nodes[0] for n in norms + [n for name, n in calls if name in _FROM_VALUES]}
+    inputs = [n.all_input_nodes[0] for n in norms + [n for name, n in calls if name in _FROM_VALUES]]
+    for node in inputs:
+        if op_name(node.target) in _CONVERSIONS and node.op == "call_function":
+            inputs += node.all_input_nodes  # what is stored may be the narrower value
+    return set(inputs)
+
+
+_CONVERSIONS = frozenset({"prims.convert_element_type", "aten._to_copy"})
 
 
 _FROM_VALUES = frozenset({"aten.logsumexp"})  # its gradient subtracts the result from the values

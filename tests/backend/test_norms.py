@@ -267,12 +267,13 @@ def test_long_rows_have_a_kernel_of_their_own(name):
     no_fallback(spec)
 
 
-@pytest.mark.parametrize("channels", [8, 4])
-def test_gradients_of_norms_of_few_halves(channels):
+@pytest.mark.parametrize("channels, wide", [(8, False), (4, False), (8, True)])
+def test_gradients_of_norms_of_few_halves(channels, wide):
     """Statistics are of the rounded values that the backward reads (seeds 20019375 and 31002351)."""
 
     def fn(x):
-        return F.group_norm(F.adaptive_avg_pool1d(x * 1.7, 1), 4)
+        pooled = F.adaptive_avg_pool1d(x * 1.7, 1)
+        return F.group_norm(pooled.float() if wide else pooled, 4).to(x.dtype)
 
     for seed in range(8):
         x = torch.randn(3, channels, 4, generator=torch.Generator().manual_seed(seed)).bfloat16().requires_grad_()
