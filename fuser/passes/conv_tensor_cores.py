@@ -83,6 +83,13 @@ def _images(node: fx.Node) -> tuple[Any, Any, Any] | None:
     return (node.args[0], node.args[1], node) if node.target is aten.convolution.default else None
 
 
+def takes_groups(node: fx.Node) -> bool:
+    """Whether a node is a convolution, or its gradients, for tensor cores, with several groups of several channels."""
+    if not _is_for_tensor_cores(node, convolutions_take_tf32()):
+        return False
+    return bool(node.args[_first(node) + 8] != 1 and not is_depthwise(node))
+
+
 def _is_to_time(node: fx.Node) -> bool:
     """Whether a convolution, or its gradients, has several groups of several channels, or channels that cuDNN pads."""
     if node.args[_first(node) + 8] != 1:

@@ -1,9 +1,13 @@
 """Resized images on CUDA, and their gradients, by gathers.
 
-ATen's kernels for cubic weights, rows and volumes have a thread per point of the result, which loops over all images
-and channels. With few points and many channels, as of a vision transformer's position embeddings, most of the device
-waits. Here each element is a thread of its own. A gradient reads the points that an element was read by, along one dim
-after the other: nothing is added atomically, so equal calls give equal bits.
+ATen's kernels have a thread per point of the result, which loops over all images and channels: with few points and many
+channels, as of a vision transformer's position embeddings, most of the device waits. Here each element is a thread of
+its own. A gradient reads the points that an element was read by, along one dim after the other: nothing is added
+atomically, so equal calls give equal bits, and 16-bit floats are rounded once.
+
+Forward and backward on an H200, ms, by ATen and here: cubic, a channels-last 768x50x32 to 32x32 in bfloat16, 20.9 and
+0.05; linear, 8x256x512 to 1024, 0.68 and 0.05; bilinear, 8x512x32x32 to 64x64, 1.76 and 0.22; trilinear, 2x32 of 32
+each to 64 each in bfloat16, 0.69 and 0.41.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from fuser.lowering.corrections import suggests_channels_last
 aten = torch.ops.aten
 # Number of points of a result's image, per multiprocessor, from which ATen's CUDA kernel is faster.
 _PLACES = {"upsample_bilinear2d": 768, "upsample_bicubic2d": 160}
-_MOST_READERS = 16  # of an element along one dim, for which a gradient is written out
+_ORDERED = ("upsample_bilinear2d", "upsample_trilinear3d")  # their gradients have the layout of the result's
+_MOST_READERS = 40  # of an element along one dim, for which a gradient is written out
 _CUBIC = -0.75  # of the kernel, as in eager (`A` in ATen/native/UpSample.h)
 
 
@@ -33,7 +38,7 @@ def is_large(name: str, x: torch.Tensor, made: Sequence[Any]) -> bool:
     """
     if name not in _PLACES or targets.like_host(x.device) or not all(type(n) in (int, float) for n in made):
         return False
-    has_gpu = x.is_cuda and torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available()
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if has_gpu else 1
     return bool(math.prod(made) >= _PLACES[name] * processors)
 
@@ -45,8 +50,7 @@ def _resized(name: str, x: torch.Tensor, sizes: Sequence[Any], *args: Any) -> An
     import torch._decomp as decomp
 
     made = decomp.decomposition_table[getattr(aten, name).default](x, sizes, *args)
-    layout = torch.channels_last if suggests_channels_last(x) else torch.contiguous_format
-    return made.contiguous(memory_format=layout)
+    return made.contiguous(memory_format=_layout(x))
 
 
 def _gradient(name: str, grad: torch.Tensor, sizes: Sequence[Any], whole: Sequence[Any], *args: Any) -> Any:
@@ -62,7 +66,14 @@ def _gradient(name: str, grad: torch.Tensor, sizes: Sequence[Any], whole: Sequen
     found = grad.to(torch.float64 if grad.dtype is torch.float64 else torch.float32)
     for d in sorted(range(len(dims)), key=lambda d: dims[d].source / dims[d].made):  # the dim that shrinks most first
         found = dims[d].gradient(found, d - len(dims))
-    return found.to(grad.dtype).contiguous()
+    return found.to(grad.dtype).contiguous(memory_format=_layout(grad) if name in _ORDERED else torch.contiguous_format)
+
+
+def _layout(x: torch.Tensor) -> torch.memory_format:
+    """The memory format that eager's kernels see in a tensor."""
+    if not suggests_channels_last(x):
+        return torch.contiguous_format
+    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
 
 
 def _are_numbers(*sizes: Any) -> bool:
@@ -149,7 +160,7 @@ def _cubic(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """By overload; each gives `NotImplemented` where ATen's kernel is left to compute the operator."""
     table: dict[Any, Callable[..., Any]] = {}
-    for name in ("upsample_bicubic2d",):
+    for name in ("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"):
         table[getattr(aten, name).default] = functools.partial(_resized, name)
         table[getattr(aten, f"{name}_backward").default] = functools.partial(_gradient, name)
     return table

@@ -130,3 +130,19 @@ def test_contestants_do_the_same_work() -> None:
     assert (p.rows, p.inner, p.filters) == (32, 24, 4)
     found = {name: run() for name, run in runs_of(p, "cpu").items()}
     assert found["product"].numel() == found["convolution"].numel() == 2 * 4 * 16
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_images_for_groups_that_are_faster_in_row_major_memory(last, monkeypatch):
+    """All that follows would be in channels-last memory otherwise."""
+    monkeypatch.setattr(patches, "are_faster_last", lambda nodes: last)
+
+    def f(x, w, v, b):
+        return conv(conv(x, w, b, 4).relu(), v, None, 1, 1, groups=2)
+
+    args = [torch.randn(s) for s in ((2, 3, 32, 32), (16, 3, 4, 4), (16, 8, 3, 3), (16,))]
+    module = traced(f, args)
+    assert patches_to_products(module) == 1
+    (value,) = (n.meta["val"] for n in module.graph.nodes if n.target is aten.relu.default)
+    assert value.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    torch.testing.assert_close(module(*args), f(*args), rtol=1e-4, atol=1e-4)

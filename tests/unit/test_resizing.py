@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuser.passes import resizing
 
@@ -45,16 +44,28 @@ def test_a_number_that_is_none_stays_where_it_is():
     assert found.isnan().sum() == 4
 
 
-@pytest.mark.parametrize("name", ["upsample_bicubic2d"])
-def test_few_points_on_cuda_alone_are_decomposed(name, monkeypatch):
+OPERATORS = {"upsample_linear1d": 1, "upsample_bilinear2d": 2, "upsample_bicubic2d": 2, "upsample_trilinear3d": 3}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_few_points_are_decomposed_but_on_the_host(name, last, monkeypatch):
     monkeypatch.setattr(resizing, "is_large", lambda name, x, made: made[0] > 100)
-    for size, device, is_taken in ((8, "cuda", True), (8, "cpu", False), (128, "cuda", False)):
-        with FakeTensorMode():
-            x = torch.empty(1, 4, 10, 10, device=device, dtype=torch.bfloat16)
-            made = resizing._resized(name, x, [size, size], False, None, None)
-            grad = torch.empty(1, 4, size, size, device=device, dtype=torch.bfloat16)
-            found = resizing._gradient(name, grad, [size, size], list(x.shape), False, None, None)
+    dims = OPERATORS[name]
+    form = (torch.channels_last if dims == 2 else torch.channels_last_3d) if last and dims > 1 else None
+
+    def images(n, device):
+        size = 2, 4, *[n] * dims
+        return torch.empty(size, device=device, dtype=torch.bfloat16, memory_format=form or torch.contiguous_format)
+
+    for size, device, is_taken in ((8, "meta", True), (8, "cpu", False), (128, "meta", False)):
+        how = [size] * dims, False, *[None] * dims
+        x, grad = images(10, device), images(size, device)
+        made = resizing._resized(name, x, *how)
+        found = resizing._gradient(name, grad, how[0], list(x.shape), *how[1:])
         assert (made is NotImplemented) is (found is NotImplemented) is (not is_taken)
         if is_taken:
-            assert made.shape == grad.shape and made.dtype is found.dtype is x.dtype
-            assert found.shape == x.shape and found.is_contiguous()
+            meta = [getattr(torch.ops.aten, n).default for n in (name, f"{name}_backward")]
+            eager = meta[0](x, *how), meta[1](grad, how[0], list(x.shape), *how[1:])
+            for ours, theirs in zip((made, found), eager, strict=True):
+                assert ours.shape == theirs.shape and ours.stride() == theirs.stride() and ours.dtype is theirs.dtype
