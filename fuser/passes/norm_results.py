@@ -52,7 +52,9 @@ def _has_rounded_statistics(norm: fx.Node, items: dict[Any, fx.Node]) -> bool:
     if norm.target is not aten.native_group_norm.default or not {1, 2} <= items.keys():
         return False
     x, *others = (n.meta["val"] for n in (norm.args[0], items[0], items[1], items[2]))  # type: ignore[union-attr]
-    return x.dtype in HALVES and all(t.dtype is x.dtype for t in others) and getattr(x, "fake_mode", None) is not None
+    can_lower = targets.known(x.device.type) is not None and type(x.shape[1]) is int
+    rounded = x.dtype in HALVES and all(t.dtype is x.dtype for t in others)
+    return can_lower and rounded and getattr(x, "fake_mode", None) is not None
 
 
 def _in_float32(norm: fx.Node, items: dict[Any, fx.Node]) -> tuple[fx.Node, dict[Any, fx.Node]]:
