@@ -93,7 +93,7 @@ def takes_groups(node: fx.Node) -> bool:
 def _is_to_time(node: fx.Node) -> bool:
     """Whether a convolution, or its gradients, has several groups of several channels, or channels that cuDNN pads."""
     if node.args[_first(node) + 8] != 1:
-        return not is_depthwise(node)
+        return takes_groups(node)
     x, _, result = (image.meta["val"] for image in _images(node) or ())
     return any(v.shape[1] * v.itemsize % _PADDED and v.shape[1] > _COLOURS for v in (x, result))
 

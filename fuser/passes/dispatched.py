@@ -3,10 +3,9 @@
 No decomposition table reaches them: the dispatcher calls Python functions registered for autograd's key, or composite
 kernels. Resized images would become gathers for each element, up to five times as slow as ATen's kernels, and their
 gradients scatters. They stay whole on the CPU, and on CUDA if they are large or get a gradient (see `resizing`);
-other ones are decomposed and get eager's layout. Circular pads would
-become chains of masked writes; on the CPU they become joins. A dropout that drops nothing would become a copy, where
-eager returns its input. One-hot vectors would have the strides of their indices, and 1-d pools without gradients the
-order of their input; eager's are row-major.
+other ones are decomposed and get eager's layout. Circular pads would become chains of masked writes; on the CPU they
+become joins. A dropout that drops nothing would become a copy, where eager returns its input. One-hot vectors would
+have the strides of their indices, and 1-d pools without gradients the order of their input; eager's are row-major.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from typing import Any
 import torch
 
 from fuser import forks, targets
-from fuser.lowering.corrections import suggests_channels_last
-from fuser.passes.resizing import is_large
+from fuser.passes.resizing import is_large, layout_of
 
 aten = torch.ops.aten
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -111,9 +109,7 @@ class _Resized:
         has_gradient = torch.is_grad_enabled() and x.requires_grad
         made = sizes if factors is None else [n * factor for n, factor in zip(x.shape[2:], factors, strict=True)]
         if not targets.like_host(x.device) and not has_gradient and not is_large(self.name, x, made):
-            resized = self.own(x, sizes, *rest, factors)
-            layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-            return resized.contiguous(memory_format=layout) if suggests_channels_last(x) else resized
+            return self.own(x, sizes, *rest, factors).contiguous(memory_format=layout_of(x))
         if factors is None:
             return self.plain(x, sizes, *rest)
         whole: Any = torch.sym_int

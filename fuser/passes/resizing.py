@@ -50,7 +50,7 @@ def _resized(name: str, x: torch.Tensor, sizes: Sequence[Any], *args: Any) -> An
     import torch._decomp as decomp
 
     made = decomp.decomposition_table[getattr(aten, name).default](x, sizes, *args)
-    return made.contiguous(memory_format=_layout(x))
+    return made.contiguous(memory_format=layout_of(x))
 
 
 def _gradient(name: str, grad: torch.Tensor, sizes: Sequence[Any], whole: Sequence[Any], *args: Any) -> Any:
@@ -66,10 +66,11 @@ def _gradient(name: str, grad: torch.Tensor, sizes: Sequence[Any], whole: Sequen
     found = grad.to(torch.float64 if grad.dtype is torch.float64 else torch.float32)
     for d in sorted(range(len(dims)), key=lambda d: dims[d].source / dims[d].made):  # the dim that shrinks most first
         found = dims[d].gradient(found, d - len(dims))
-    return found.to(grad.dtype).contiguous(memory_format=_layout(grad) if name in _ORDERED else torch.contiguous_format)
+    layout = layout_of(grad) if name in _ORDERED else torch.contiguous_format
+    return found.to(grad.dtype).contiguous(memory_format=layout)
 
 
-def _layout(x: torch.Tensor) -> torch.memory_format:
+def layout_of(x: torch.Tensor) -> torch.memory_format:
     """The memory format that eager's kernels see in a tensor."""
     if not suggests_channels_last(x):
         return torch.contiguous_format
