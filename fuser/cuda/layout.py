@@ -258,7 +258,8 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
         several = sum(r.op == "load" for r in plan.rows) > tiles.TRANSPOSED_LOADS
         odd = vector.hint % tiles.DIVISORS[0] != 0 and vector.hint >= tiles.TRANSPOSED_ODD.inner
         plain = tiles.TRANSPOSED_ODD if odd else tiles.TRANSPOSED
-        tile = tiles.varied(tiles.shrunk(plain, ctx.smaller + several), ctx.variant, True)
+        fitting = tiles.fitted(tiles.shrunk(plain, ctx.smaller + several), across.hint, vector.hint)
+        tile = tiles.varied(fitting, ctx.variant, True)
         rest = [a for a in others if a is not across]
         dims = [Dim([across], tile.outer, "y"), Dim([vector], tile.inner, "x")]
         return Layout(rest, dims, tile.warps, transposed=True)

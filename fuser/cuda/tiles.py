@@ -93,7 +93,7 @@ SHORT_VECTOR = 16  # a shorter vector axis is no dim of its own
 
 # Rows up to this length are held in registers: (longest, elements of a program, warps). The warps of one row wait for
 # each other, so a short row has one warp. Rows shorter than the first are one class.
-SHORTEST_ROW, SHORTEST_COLUMN = 4, 16
+SHORTEST_ROW, SHORTEST_COLUMN = 4, 8
 PERSISTENT: tuple[tuple[int, int, int], ...] = (
     (32, 1024, 2),
     (512, 512, 1),
@@ -121,10 +121,10 @@ LOOPED_ROW_DOUBLE = Tile(1, 8192, 32)  # of float64 values; more would exceed th
 # Reductions whose results are contiguous in memory, by the bytes of the narrowest reduced element: (longest, results of
 # a program, warps). Means of 64 channels-last images of 1024x14x14 take 21.7 µs in bfloat16, with 32 results by 8 warps
 # 25.4; in float32 39.2 by 16 warps, by 8 43.6.
-_COLUMNS: tuple[tuple[int, int, int], ...] = ((16, 64, 4), (64, 32, 4), (256, 32, 8), (512, 32, 16))
+_COLUMNS: tuple[tuple[int, int, int], ...] = ((8, 128, 4), (16, 64, 4), (64, 32, 4), (256, 32, 8), (512, 32, 16))
 PERSISTENT_COLUMNS = {
-    1: _COLUMNS, 2: ((16, 64, 4), (64, 32, 2), (256, 64, 8), (512, 32, 16)),
-    4: ((16, 64, 4), (64, 32, 4), (256, 32, 16), (512, 32, 16)), 8: _COLUMNS,
+    1: _COLUMNS, 2: ((8, 128, 4), (16, 64, 4), (64, 32, 2), (256, 64, 8), (512, 32, 16)),
+    4: ((8, 128, 4), (16, 64, 4), (64, 32, 4), (256, 32, 16), (512, 32, 16)), 8: _COLUMNS,
 }  # fmt: skip
 LONGEST_COLUMN = 512  # of these
 # By the bytes of the narrowest reduced element.
@@ -265,6 +265,17 @@ def pointwise(n_outer: int, n_inner: int, elements: int, widths: tuple[int, int]
     while inner > least and -(-n_inner // inner) * inner > 1.07 * n_inner:
         inner //= 2
     return Tile(min(elements // inner, power_of_two(n_outer)), inner, POINTWISE_WARPS)
+
+
+def fitted(tile: Tile, n_outer: int, n_inner: int) -> Tile:
+    """A transposed tile as large, and shorter along a dim of which there is less than half a tile."""
+    outer, inner = tile.outer, tile.inner
+    least, most = TRANSPOSED_ODD.outer, TRANSPOSED_ODD.inner
+    while 2 * n_outer <= outer > least and inner < most:
+        outer, inner = outer // 2, inner * 2
+    while 2 * n_inner <= inner > least and outer < most:
+        outer, inner = outer * 2, inner // 2
+    return Tile(outer, inner, tile.warps)
 
 
 def persistent_row(n: int, n_loads: int, table: Sequence[tuple[int, int, int]], itemsize: int) -> Tile | None:

@@ -200,15 +200,28 @@ def read(load: Load, index: Index, inside: Value | None, other: float | int | bo
     return load(index) if inside is None else ops.masked(inside, lambda: load(index), other)
 
 
+def same_places(w: Sliding, include_pad: bool, divisor: int | None) -> int | None:
+    """The divisor of all windows' sums; None if they have different ones."""
+    if divisor is None and not all(_is_whole(w, d, include_pad) for d in range(len(w.kernel))):
+        return None
+    return math.prod(w.kernel) if divisor is None else divisor
+
+
+def _is_whole(w: Sliding, d: int, include_pad: bool) -> bool:
+    """Whether all elements of each window count along dim `d`; without `ceil` no window ends behind the padding."""
+    return w.inside[d] or include_pad and not w.ceil
+
+
 def places(
     ctx: LoweringContext, w: Sliding, at: Sequence[Expr], include_pad: bool, divisor: int | None, wide: torch.dtype
 ) -> Value:
     """The divisor of a window's sum."""
-    if divisor is not None:
-        return ops.constant(divisor, wide)
+    same = same_places(w, include_pad, divisor)
+    if same is not None:
+        return ops.constant(same, wide)
     known, found = 1, None
     for d, k in enumerate(w.kernel):
-        if w.inside[d] or include_pad and not w.ceil:  # then no window ends behind the padding
+        if _is_whole(w, d, include_pad):
             known *= k
             continue
         start = w.start(d, at[d])

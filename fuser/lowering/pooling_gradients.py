@@ -13,7 +13,16 @@ from fuser.ir.sizes import ZERO, Expr, floordiv, mod
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.entries import EVERY, lower, refuse_in_order
 from fuser.lowering.pointwise import result_dtype
-from fuser.lowering.pooling import Sliding, n_dims, number_in_int8, offset_number, places, sliding, window_number
+from fuser.lowering.pooling import (
+    Sliding,
+    n_dims,
+    number_in_int8,
+    offset_number,
+    places,
+    same_places,
+    sliding,
+    window_number,
+)
 from fuser.reasons import because
 
 
@@ -62,8 +71,13 @@ def _holds(compare: Callable[[Any, Any], Value], a: Expr, b: Expr) -> Callable[[
 Taken = Callable[[Index, Sequence[Expr], Sequence[Expr], Value], Value]
 
 
-def _gathered(ctx: LoweringContext, size: Sequence[Expr], w: Sliding, taken: Taken) -> TensorBox:
-    """For each element of a tensor of these sizes, the sum of `taken` over the windows that may contain it."""
+def _gathered(
+    ctx: LoweringContext, size: Sequence[Expr], w: Sliding, taken: Taken, divisor: int | None = None
+) -> TensorBox:  # fmt: skip
+    """For each element of a tensor of these sizes, the sum of `taken` over the windows that may contain it.
+
+    It is divided by `divisor`, if there is one.
+    """
     n, dtype = len(w.kernel), result_dtype(ctx)
 
     def inner(index: Index) -> Value:
@@ -72,7 +86,7 @@ def _gathered(ctx: LoweringContext, size: Sequence[Expr], w: Sliding, taken: Tak
             value = taken(index, here, place, inside)
             total = value if total is None else ops.add(total, value)
         assert total is not None
-        return total
+        return total if divisor is None else ops.div(total, divisor)
 
     return ctx.pointwise(tuple(size), dtype, inner, ctx.order_of_meta())
 
@@ -86,12 +100,16 @@ def lower_avg_pool_backward(
     n, wide = n_dims(ctx), compute_dtype(result_dtype(ctx))
     w = sliding(ctx, ctx.size_of(x), n, kernel, stride, padding, 1, ceil, backward=True)
     load = ctx.loader(grad, ctx.size_of(grad), wide)
+    same = same_places(w, bool(include_pad), divisor)
+
+    def of_window(index: Index, here: Sequence[Expr]) -> Value:
+        own = load((*index[:-n], *here))
+        return own if same is not None else ops.div(own, places(ctx, w, here, bool(include_pad), divisor, wide))
 
     def taken(index: Index, here: Sequence[Expr], which: Sequence[Expr], inside: Value) -> Value:
-        count = places(ctx, w, here, bool(include_pad), divisor, wide)
-        return ops.masked(inside, lambda: ops.div(load((*index[:-n], *here)), count), 0)
+        return ops.masked(inside, lambda: of_window(index, here), 0)
 
-    return _gathered(ctx, ctx.size_of(x), w, taken)
+    return _gathered(ctx, ctx.size_of(x), w, taken, same)
 
 
 _OF_MAXIMA = "aten.max_pool2d_with_indices_backward", "aten.max_pool3d_with_indices_backward"

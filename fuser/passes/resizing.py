@@ -26,7 +26,7 @@ aten = torch.ops.aten
 # Number of points of a result's image, per multiprocessor, from which ATen's CUDA kernel is faster.
 _PLACES = {"upsample_bilinear2d": 768, "upsample_bicubic2d": 160}
 _ORDERED = ("upsample_bilinear2d", "upsample_trilinear3d")  # their gradients have the layout of the result's
-_MOST_READERS = 40  # of an element along one dim, for which a gradient is written out
+_MOST_READERS = 40  # of an element along one dim, for which a gradient is gathered
 _CUBIC = -0.75  # of the kernel, as in eager (`A` in ATen/native/UpSample.h)
 
 
@@ -45,7 +45,7 @@ def is_large(name: str, x: torch.Tensor, made: Sequence[Any]) -> bool:
 
 def _resized(name: str, x: torch.Tensor, sizes: Sequence[Any], *args: Any) -> Any:
     """The decomposition of a resampling: torch's, in eager's layout, for small images on CUDA."""
-    if targets.like_host(x.device) or is_large(name, x, sizes) or not _are_numbers(*x.shape, *sizes):
+    if targets.like_host(x.device) or is_large(name, x, sizes) or not _are_resized(x.shape, sizes):
         return NotImplemented
     import torch._decomp as decomp
 
@@ -55,7 +55,10 @@ def _resized(name: str, x: torch.Tensor, sizes: Sequence[Any], *args: Any) -> An
 
 def _gradient(name: str, grad: torch.Tensor, sizes: Sequence[Any], whole: Sequence[Any], *args: Any) -> Any:
     """The gradient of a resampling of images of sizes `whole`, [N, C, *in], to `sizes`; `grad` is [N, C, *sizes]."""
-    if targets.like_host(grad.device) or is_large(name, grad, sizes) or not _are_numbers(*whole, *sizes):
+    if targets.like_host(grad.device) or not _are_resized(whole, sizes):
+        return NotImplemented
+    larger = [max(pair) for pair in zip(whole[2:], sizes, strict=True)]
+    if name == "upsample_bilinear2d" and is_large(name, grad, larger):  # of cubic weights ATen's takes longer
         return NotImplemented
     corners, *factors = args
     cubic = name == "upsample_bicubic2d"
@@ -64,8 +67,13 @@ def _gradient(name: str, grad: torch.Tensor, sizes: Sequence[Any], whole: Sequen
     if any(axis.readers > _MOST_READERS for axis in dims):
         return NotImplemented
     found = grad.to(torch.float64 if grad.dtype is torch.float64 else torch.float32)
+    last = layout_of(grad) is not torch.contiguous_format
+    if last:  # sums are row-major: those of images whose channels are a tensor's last dim have its memory order
+        found = found.movedim(1, -1)
     for d in sorted(range(len(dims)), key=lambda d: dims[d].source / dims[d].made):  # the dim that shrinks most first
-        found = dims[d].gradient(found, d - len(dims))
+        found = dims[d].gradient(found, d - len(dims) - last)
+    if last:
+        found = found.movedim(-1, 1)
     layout = layout_of(grad) if name in _ORDERED else torch.contiguous_format
     return found.to(grad.dtype).contiguous(memory_format=layout)
 
@@ -77,8 +85,9 @@ def layout_of(x: torch.Tensor) -> torch.memory_format:
     return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
 
 
-def _are_numbers(*sizes: Any) -> bool:
-    return all(type(n) is int and n > 0 for n in sizes)
+def _are_resized(whole: Sequence[Any], sizes: Sequence[Any]) -> bool:
+    """Whether images of known sizes are not empty and change their size; else eager copies them, by any factor."""
+    return all(type(n) is int and n > 0 for n in (*whole, *sizes)) and list(whole[2:]) != list(sizes)
 
 
 class _Axis:
@@ -96,7 +105,7 @@ class _Axis:
         else:
             self.step = 1 / factor if factor else source / made
         self.shift = 0.0 if corners else 0.5
-        self.readers = 1 + max(last - self._first(j) for j, last in enumerate(self._last_readers()))
+        self.readers = min(1 + max(last - self._first(j) for j, last in enumerate(self._last_readers())), made)
 
     def _first(self, j: int) -> int:
         """A number that is not above the first element that reads element `j`, as `gradient` computes it."""
@@ -118,32 +127,31 @@ class _Axis:
 
     def gradient(self, grad: torch.Tensor, dim: int) -> torch.Tensor:
         """The gradient, with `source` elements in a (negative) dim, of a tensor that has `made` there."""
-        reader, reads, weight = self._readers(grad)
-        before, after = grad.shape[:dim], grad.shape[dim:][1:]
-        rows = torch.index_select(grad, dim, reader.view(-1)).view(*before, self.source, self.readers, *after)
-        behind = (1,) * (-1 - dim)
-        reads, weight = reads.view(*reads.shape, *behind), weight.view(*weight.shape, *behind)
+        j = torch.arange(self.source, device=grad.device, dtype=grad.dtype).unsqueeze(1)
+        begin = (j - (self.taps[-1] - self.shift + 0.01)) * self._per - (self.shift + 0.01)
+        first = torch.clamp(torch.floor(begin), 0, self.made - self.readers)
+        reader, reads, weight = self._read(first + torch.arange(self.readers, device=grad.device, dtype=grad.dtype), j)
+        rows = aten._unsafe_index.Tensor(grad, [*[None] * (grad.dim() + dim), reader])
+        reads, weight = (t.view(*t.shape, *[1] * (-1 - dim)) for t in (reads, weight))
         return torch.where(reads, rows * weight, 0.0).sum(dim)
 
-    def _readers(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Numbers of elements of the result, whether they read an element of the source, and by which weights.
+    def _read(self, i: torch.Tensor, j: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The numbers `i` of elements of the result, whether they read the elements `j`, and by which weights."""
+        place = (i + self.shift) * self.step - self.shift
+        return i.to(torch.int64), *(self._cubic(place, j) if self.cubic else self._linear(place, j))
 
-        All are [source, readers].
-        """
-        j = torch.arange(self.source, device=grad.device).unsqueeze(1)
-        begin = (j.to(torch.float32) - self.taps[-1] + (self.shift - 0.01)) * self._per - (self.shift + 0.01)
-        i = torch.clamp(torch.floor(begin), min=0).to(torch.int64) + torch.arange(self.readers, device=grad.device)
-        place = (i.to(grad.dtype) + self.shift) * self.step - self.shift
-        if not (self.cubic or self.corners):
-            place = torch.clamp(place, min=0)
+    def _linear(self, place: torch.Tensor, j: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether elements at these places read element `j`, one of two neighbours, and by which weights."""
+        apart = j - torch.clamp(place, 0, self.source - 1)
+        return (apart > -1) & (apart <= 1), 1 - torch.abs(apart)
+
+    def _cubic(self, place: torch.Tensor, j: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         near = torch.floor(place)
-        t, near = place - near, near.to(torch.int64)
-        inside = i < self.made
-        reads, weight = torch.zeros_like(inside), torch.zeros_like(t)
-        for tap, value in zip(self.taps, _cubic(t) if self.cubic else (1 - t, t), strict=True):
-            here = (torch.clamp(near + tap, 0, self.source - 1) == j) & inside
+        reads, weight = torch.zeros_like(near, dtype=torch.bool), torch.zeros_like(near)
+        for tap, value in zip(self.taps, _cubic(place - near), strict=True):
+            here = torch.clamp(near + tap, 0, self.source - 1) == j
             reads, weight = reads | here, weight + torch.where(here, value, 0.0)
-        return torch.clamp(i, max=self.made - 1), reads, weight
+        return reads, weight
 
 
 def _cubic(t: torch.Tensor) -> tuple[torch.Tensor, ...]:

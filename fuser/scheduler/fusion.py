@@ -7,58 +7,23 @@ saved, ranks these kernels; `can_fuse` accepts or gives a reason, and the reason
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from collections.abc import Mapping
 from typing import TypeVar
 
-import torch
-
 from fuser.ir.loop_body import loads_in
-from fuser.ir.sizes import ONE, ZERO, Expr, Sym, coefficient, expr, floordiv, minimum, product, substitute, symbols
+from fuser.ir.sizes import ZERO, Expr, Sym, expr, substitute, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
 from fuser.ops import SCANS
-from fuser.scheduler.align import Axes, Matching, digits_of
+from fuser.scheduler.align import Matching, digits_of
 from fuser.scheduler.moments import spreads_from_sum
 from fuser.scheduler.nodes import Node, scanned_rows
+from fuser.scheduler.traversal import Kernel, Memory, few_long_rows, mixes, split_set, stores_across, turns
 
 Key = TypeVar("Key")
 MOST_CANDIDATES = 8  # kernels that a node, or another kernel, is tried in
-SEVERAL = 16  # times as many columns count as few if several tensors are read
 SHARE_TO_MERGE = 8  # kernels merge if that saves at least 1/SHARE_TO_MERGE of the bytes that the later one reads
-
-
-@dataclass(frozen=True)
-class Memory:
-    """How buffers and inputs are stored, by name."""
-
-    strides: Mapping[str, tuple[Expr, ...]]
-    dtypes: Mapping[str, torch.dtype]
-
-
-@dataclass(eq=False)
-class Kernel:
-    """Nodes that share one loop nest. `order` is the kernel's position in the sequence of launches."""
-
-    order: int
-    axes: Axes = field(default_factory=Axes)
-    reduced: set[Sym] = field(default_factory=set)
-    nodes: list[Node] = field(default_factory=list)
-    maps: dict[str, dict[Sym, Expr]] = field(default_factory=dict)  # node name -> variable -> expression over axes
-    produced: dict[str, Node] = field(default_factory=dict)
-    reads: set[str] = field(default_factory=set)
-    after: set[str] = field(default_factory=set)  # buffers that need this kernel's reductions to be complete
-    n_rows: int = 0  # rows, where a costly function counts as several; see `Node.size_of_code`
-
-    def copy(self) -> Kernel:
-        """A copy that more nodes may join; the nodes themselves are shared."""
-        maps = {name: dict(mapping) for name, mapping in self.maps.items()}
-        return Kernel(
-            self.order, self.axes.copy(), set(self.reduced), [*self.nodes], maps, dict(self.produced), set(self.reads),
-            set(self.after), self.n_rows,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -138,7 +103,7 @@ def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matc
         if not matching.match(parts, free):
             return Verdict(None, "its loops have other sizes than the kernel's")
         free = []
-    reduced = _split_set(kernel.reduced, matching)
+    reduced = split_set(kernel.reduced, matching)
     if node.is_reduction:
         own = {matching.variables[p][0] for v, _ in node.reduced for p in matching.variable_digits(v)}
         if free:
@@ -149,7 +114,8 @@ def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matc
         return Verdict(None, "covers only part of the kernel's loops")
     elif not free and kernel.nodes[0].contracts:
         return Verdict(None, "runs over what a contraction adds up")
-    if kernel.reduced and not free and node.reads & kernel.after and _few_long_rows(ctx, kernel, memory):
+    waits = kernel.reduced and not free and node.reads & kernel.after
+    if waits and few_long_rows(ctx, kernel, node, matching, memory):
         if not _reads_once(ctx, kernel, node):
             return Verdict(None, "few long rows: the reduction is split over threads")
     apart = _apart(ctx, kernel, node, matching, memory, not free) if ctx.target.square_tiles else None
@@ -163,10 +129,12 @@ def _apart(
 
     `everywhere`: the node runs over all axes of the kernel.
     """
-    if kernel.reduced and everywhere and _turns(ctx, kernel, node, matching, memory):
+    if kernel.reduced and everywhere and turns(ctx, kernel, node, matching, memory):
         return "is stored along another axis than the reduction reads"
-    if not kernel.reduced and node.is_reduction and _mixes(ctx, kernel, matching, memory):
+    if not kernel.reduced and node.is_reduction and mixes(ctx, kernel, matching, memory):
         return "reduces what is read along two axes and stored"
+    if not kernel.reduced and node.is_reduction and stores_across(ctx, kernel, node, matching, memory):
+        return "reduces rows of what is stored along another axis"
     many = ctx.target.neighbours
     if kernel.reduced and not node.is_reduction and _reads_many(node, many):
         return "reads many neighbours of each element, beside a reduction"
@@ -175,90 +143,10 @@ def _apart(
     return None
 
 
-# Elements of a reduced row, and of the whole nest, beyond which scattered stores cost more than a launch. On an H200,
-# layer norms of transposed bfloat16 tensors with a kernel for the stores, and without: 64x196 rows of 768 0.028 and
-# 0.054 ms, 16x1024 rows of 384 0.016 and 0.038, 64x784 rows of 192 0.024 and 0.037; of stores alone, 8x4096 rows of 320
-# 0.018 and 0.019, 64x784 rows of 192 0.017 and 0.014, 64x3136 rows of 96 0.039 and 0.026.
-_TURNED_ROW, _TURNED = 256, 1 << 20
-RUN = 16  # contiguous elements from which contiguity matters
-
-
-def _turns(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching, memory: Memory) -> bool:
-    """Whether `node` is stored along another axis than those along which the kernel's reductions read.
-
-    A loop that reads rows would store single elements, far apart; a separate kernel transposes tiles.
-    """
-    if node.is_reduction or node.buffer.name not in memory.strides or not node.reads & kernel.after:
-        return False
-    axes = matching.axes
-    n = {a: ctx.hint(axes.size[a]) for a in axes.order}
-    points, reduced = math.prod(n.values()), _split_set(kernel.reduced, matching)
-    if math.prod(n[a] for a in reduced) <= _TURNED_ROW or points < _TURNED:
-        return False
-    own = {v: matching.expression(v) for v, _ in node.domain}
-    stored = _runs_along(_address(node.store_index, memory.strides[node.buffer.name], own), n)
-    if stored is None:
-        return False
-    return bool(_read_along(kernel, matching, memory, n) - {None, stored})
-
-
-def _mixes(ctx: LoweringContext, kernel: Kernel, matching: Matching, memory: Memory) -> bool:
-    """Whether a kernel reads large operands along different axes, as the sum of a matrix and a transposed one does.
-
-    With tiles of two dims it does so as fast as memory allows. A reduction of what it stores reads rows again, which
-    costs less than a reduction of such tiles: 0.027 ms in place of 0.080 for a layer norm of 64x196 rows of 768.
-    """
-    n = {a: ctx.hint(matching.axes.size[a]) for a in matching.axes.order}
-    return math.prod(n.values()) >= _TURNED and len(_read_along(kernel, matching, memory, n) - {None}) > 1
-
-
 def _reads_many(node: Node, many: int) -> bool:
     """Whether a node reads so many elements of one tensor for each of its own, as sums over windows do."""
     loads = Counter(r.buffer for r in loads_in(node.rows))
     return max(loads.values(), default=0) >= many > 0
-
-
-def _read_along(kernel: Kernel, matching: Matching, memory: Memory, n: Mapping[Sym, int]) -> set[Sym | None]:
-    """The axes along which a kernel's large operands are contiguous; None is there for those that are not."""
-    points, read = math.prod(n.values()), set()
-    for _, name, address in _loads(kernel, memory, matching.axis_splits):
-        if name not in kernel.produced:
-            if 8 * math.prod(size for a, size in n.items() if a in symbols(address)) >= points:
-                read.add(_runs_along(address, n))
-    return read
-
-
-def _loads(kernel: Kernel, memory: Memory, splits: Mapping[Sym, Expr]) -> Iterator[tuple[Node, str, Expr]]:
-    """Each load of a kernel: its node, the tensor, and the address in the kernel's axes, which `splits` cuts."""
-    for node in kernel.nodes:
-        for name, address in _loads_of(kernel, node, memory, splits):
-            yield node, name, address
-
-
-def _loads_of(
-    kernel: Kernel, node: Node, memory: Memory, splits: Mapping[Sym, Expr]
-) -> Iterator[tuple[str, Expr]]:  # fmt: skip
-    own = kernel.maps[node.name]
-    places = {v: substitute(e, splits) for v, e in own.items()} if splits else own
-    for row in node.rows:
-        if row.op == "load" and row.buffer in memory.strides:
-            yield row.buffer, _address(row.indices, memory.strides[row.buffer], places)
-
-
-def _address(index: tuple[Expr, ...], stride: tuple[Expr, ...], places: Mapping[Sym, Expr]) -> Expr:
-    return sum((substitute(i, places) * s for i, s in zip(index, stride)), ZERO)
-
-
-def _runs_along(address: Expr, n: Mapping[Sym, int]) -> Sym | None:
-    """The axis along which an address is contiguous, if it has at least RUN elements."""
-    return next((a for a, size in n.items() if size >= RUN and coefficient(address, a) == ONE), None)
-
-
-def _split_set(axes: set[Sym], matching: Matching) -> set[Sym]:
-    out: set[Sym] = set()
-    for a in axes:
-        out.update(matching.axis_digits(expr(a)) or [])
-    return out
 
 
 def _reads_once(ctx: LoweringContext, kernel: Kernel, node: Node) -> bool:
@@ -268,76 +156,13 @@ def _reads_once(ctx: LoweringContext, kernel: Kernel, node: Node) -> bool:
     return spreads_from_sum(node, kernel.nodes, kernel.after)
 
 
-def _few_long_rows(ctx: LoweringContext, kernel: Kernel, memory: Memory) -> bool:
-    """Whether a kernel's rows are few and long. Sizes for which the answer differs get another kernel."""
-    size, target, few = kernel.axes.size, ctx.target, ctx.target.few_rows
-    row = product(size[a] for a in kernel.axes.order if a in kernel.reduced)
-    rows = product(size[a] for a in kernel.axes.order if a not in kernel.reduced)
-    columns, itemsize = _columns(kernel, memory) if target.columns(1) else (None, 1)
-    if columns is None or columns in kernel.reduced:
-        if ctx.is_less(row, target.long_row):
-            return False
-        at_once = minimum(rows, target.rows_at_once) if target.rows_at_once else ZERO
-        return not ctx.is_less(at_once * row, target.cached + 1) or ctx.is_less(rows, few)
-    block, several = target.columns(itemsize), target.long_column and _reads_several(kernel, memory)
-    if ctx.is_less(*((row, target.long_column) if several else (row * minimum(size[columns], block), target.long_row))):
-        return False
-    others = product(size[a] for a in kernel.axes.order if a not in kernel.reduced and a != columns)
-    if several:
-        few *= SEVERAL
-    elif target.column_bytes:
-        few *= 2 if ctx.is_less(rows * row, target.cached + 1) else 4
-    return ctx.is_less(others * floordiv(size[columns] + (block - 1), expr(block)), few)
-
-
-def _reads_several(kernel: Kernel, memory: Memory) -> bool:
-    """Whether a kernel's loops read several tensors along the reduced axes and another axis."""
-    kept = set(kernel.axes.order) - kernel.reduced
-    read = ((name, symbols(address)) for _, name, address in _loads(kernel, memory, {}))
-    return len({name for name, own in read if own & kernel.reduced and own & kept} - set(kernel.produced)) > 1
-
-
-def _columns(kernel: Kernel, memory: Memory) -> tuple[Sym | None, int]:
-    """The kept axis along which the first reduced tensor is contiguous, if any, and the tensor's bytes per element.
-
-    Of a value that the kernel computes it is the axis of all tensors that the value is read from, if it is one.
-    """
-
-    def reduced(loads: Iterable[tuple[str, Expr]]) -> list[tuple[str, Sym | None]]:
-        found = [(n, e) for n, e in loads if any(coefficient(e, a) != ZERO for a in kernel.reduced)]
-        return [(n, next((a for a in kernel.axes.order if coefficient(e, a) == ONE), None)) for n, e in found]
-
-    for node in kernel.nodes:
-        if node.is_reduction:
-            found = reduced(_from_memory(kernel, node, memory))
-            if len({along for _, along in found}) != 1:
-                found = reduced(_loads_of(kernel, node, memory, {}))
-            if found:
-                name, along = found[0]
-                return along, memory.dtypes[name].itemsize
-    return None, 1
-
-
-def _from_memory(kernel: Kernel, node: Node, memory: Memory) -> Iterator[tuple[str, Expr]]:
-    """The tensors that a node reads, and their addresses; of values that the kernel computes, what these are read from.
-
-    The strides of such a value say nothing about memory: a row-major copy of channels-last images is no copy there.
-    """
-    for name, address in _loads_of(kernel, node, memory, {}):
-        maker = kernel.produced.get(name)
-        if maker is None or maker is node:
-            yield name, address
-        elif not maker.is_reduction:
-            yield from _from_memory(kernel, maker, memory)
-
-
 def apply(kernel: Kernel, node: Node, matching: Matching) -> None:
     """Add `node` to `kernel` as `matching` found."""
     if matching.axis_splits:
         for mapping in kernel.maps.values():
             for v in mapping:
                 mapping[v] = substitute(mapping[v], matching.axis_splits)
-        kernel.reduced = _split_set(kernel.reduced, matching)
+        kernel.reduced = split_set(kernel.reduced, matching)
     kernel.axes = matching.axes
     kernel.maps[node.name] = {v: matching.expression(v) for v, _ in node.domain}
     if node.is_reduction:

@@ -29,11 +29,11 @@ from fuser.lowering.context import LoweringContext
 from fuser.ops import REDUCTIONS, SCANS, compute_dtype
 from fuser.scheduler.choices import LARGE, write_out
 from fuser.scheduler.contraction import contraction_of
-from fuser.scheduler.fusion import RUN, Kernel
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store, address_rows
 from fuser.scheduler.neighbours import compute_several
 from fuser.scheduler.nodes import Node, Ordered, row_cost
 from fuser.scheduler.short_axes import write_out_reducing
+from fuser.scheduler.traversal import RUN, Kernel
 from fuser.targets import Target
 
 

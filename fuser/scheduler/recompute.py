@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 
 from fuser.ir.loop_body import is_checked, loads_in
 from fuser.ir.sizes import Expr, symbols
-from fuser.scheduler.fusion import Fusion, Kernel
+from fuser.scheduler.fusion import Fusion
 from fuser.scheduler.inline import MOST_ROWS, inline_buffers
 from fuser.scheduler.nodes import Node
+from fuser.scheduler.traversal import Kernel
 from fuser.targets import Target
 
 Sizes = Mapping[str, tuple[int, int]]

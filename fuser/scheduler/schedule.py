@@ -15,13 +15,14 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered
 from fuser.lowering.inputs import TensorInput
 from fuser.scheduler.arrange import arrange
-from fuser.scheduler.fusion import Fusion, Memory, fuse
+from fuser.scheduler.fusion import Fusion, fuse
 from fuser.scheduler.inline import inline_cheap
 from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.nodes import Node, make_nodes
 from fuser.scheduler.plan import build_plan
 from fuser.scheduler.recompute import recompute
 from fuser.scheduler.together import Joined, join_plans
+from fuser.scheduler.traversal import Memory
 from fuser.scheduler.unroll import unroll_short
 from fuser.scheduler.writes import place_writes
 
@@ -50,7 +51,7 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     if any(_is_checking(b) for b in ctx.buffers if b not in live):
         raise Unsupported("an index is read for its size alone: no kernel would look at its places")
     nodes = make_nodes(ctx, live, _empty(lowered))
-    unroll_short(nodes, ctx.target.unrolls, ctx.target.components)
+    unroll_short(nodes, ctx.target, roots)
     inline_cheap(nodes, ctx.hint, ctx.target, roots)
     nodes = _live_nodes(nodes, roots)
     strides: dict[str, tuple[Expr, ...]] = {}
@@ -65,7 +66,7 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
         for s in b.size:
             n *= ctx.hint(s)
         sizes[b.name] = (n * b.dtype.itemsize, n)
-    memory = Memory(strides, dtypes)
+    memory = Memory(strides, dtypes, roots)
     fusion = fuse(ctx, nodes, sizes, most_rows, memory)
     if not ctx.writes:  # no input changes meanwhile
         for _ in range(MOST_ROUNDS):

@@ -2,11 +2,15 @@
 
 A sum over the two heads that share a key wastes a tile along the reduced axis: nearly all lanes would be masked off. A
 later reader at another index, such as a rotation, would need a kernel of its own. As arithmetic the sum is inlined.
+
+Loops that compute what is summed line up with a reduction, but not with arithmetic, which reads each point by an index
+of its own. So it has to have room for all of these values: else they would be stored, `n` times the sum's bytes.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -22,15 +26,21 @@ from fuser.ir.loop_body import (
 )
 from fuser.ir.sizes import Expr, Sym, expr, product, substitute, symbols
 from fuser.ops import REDUCTIONS
+from fuser.scheduler import inline
 from fuser.scheduler.nodes import Node
+from fuser.targets import Target
 
 MOST_ROWS = 64
 
 
-def unroll_short(nodes: list[Node], apart: int, components: int) -> None:
-    """Make reductions over at most `apart` strided points, or over all `components`, pointwise loops."""
+def unroll_short(nodes: Sequence[Node], target: Target, stored: Collection[str]) -> None:
+    """Make reductions over at most `unrolls` strided points, or over all `components`, pointwise loops.
+
+    `stored`: the names of the buffers that are written to memory in any case.
+    """
+    makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.kind and n.buffer.name not in stored}
     for node in nodes:
-        if _is_short(node, apart, components):
+        if _is_short(node, target.unrolls, target.components) and _has_room(node, makers, inline.MOST_ROWS):
             _unroll(node)
 
 
@@ -43,6 +53,19 @@ def _is_short(node: Node, apart: int, components: int) -> bool:
     reduced = {v for v, _ in node.reduced}
     neighbours = (r.indices[-1] for r in loads_in(node.rows) if r.indices)
     return n <= (components if any(symbols(e) & reduced for e in neighbours) else apart)
+
+
+def _has_room(node: Node, makers: Mapping[str, Node], most: int) -> bool:
+    """Whether what computes the values of a reduction fits into its arithmetic of `most` rows, once for each point."""
+    n = product(size for _, size in node.reduced).as_int() or 1
+    rows, seen, pending = len(node.rows), set[str](), [*node.reads]
+    while pending and n * rows <= most:
+        name = pending.pop()
+        if name in makers and name not in seen:
+            seen.add(name)
+            rows += len(makers[name].rows)
+            pending += makers[name].reads
+    return n * rows <= most
 
 
 def _unroll(node: Node) -> None:

@@ -60,6 +60,68 @@ def test_long_reductions_and_reductions_along_memory_are_loops() -> None:
         assert [r.kind for p in found.plans for r in p.reductions] == ["sum"]
 
 
+def test_few_points_of_costly_values_stay_a_loop_which_shares_the_loop_that_computes_them() -> None:
+    """As arithmetic their sum would read five of them from memory, where no reader has room for five copies."""
+
+    def costly(x: torch.Tensor) -> torch.Tensor:
+        for n in range(1, 12):
+            x = (x * (1 + n / 16)).clamp(-n, n) + x.sin()
+        return x
+
+    case = Case("", lambda x: costly(x.view(5, 6, 7)).sum(1), lambda i: (i.normal(30, 7),))
+    lowered, found = scheduled(case)
+    assert len(found.plans) == 1 and [r.kind for r in found.plans[0].reductions] == ["sum"]
+    torch.testing.assert_close(results(case, lowered, found)[0], case.fn(*case.args("cpu")))
+
+
+def test_rows_are_reduced_apart_from_results_that_are_stored_across_rows() -> None:
+    """Each of the row's elements would be a store of its own; a kernel of tiles transposes them."""
+
+    def gated(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product = x * y
+        copied = torch.ops.aten.clone.default(product.transpose(1, 2), memory_format=torch.contiguous_format)
+        return product.sum((0, 2)), copied
+
+    case = Case("", gated, lambda i: (i.normal(16, 196, 384), i.normal(16, 196, 384)))
+    _, found = scheduled(case)
+    assert sorted(bool(p.reductions) for p in found.plans) == [False, True]
+    few = Case("", gated, lambda i: (i.normal(1, 14, 384), i.normal(1, 14, 384)))
+    lowered, found = scheduled(few)
+    assert len(found.plans) == 1
+    for a, b in zip(results(few, lowered, found), few.fn(*few.args("cpu")), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_columns_are_split_if_one_operand_lies_along_rows() -> None:
+    """Tiles of columns read both; the first sum, of the operand along rows alone, does not make them rows."""
+
+    def gradient(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        dims = 0, 2, 3
+        return g - g.mean(dims, keepdim=True) - x * (g * x).mean(dims, keepdim=True)
+
+    case = Case("", gradient, lambda i: (i.normal(32, 64, 14, 14), turned(i.normal(32, 64, 14, 14))))
+    _, found = scheduled(case)
+    assert [bool(p.reductions) for p in found.plans] == [True, True, False]
+
+    def normalised(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (g - g.sum((0, 2, 3), keepdim=True)) * x  # only what waits for the sum is read along columns
+
+    _, found = scheduled(Case("", normalised, case.make))
+    assert [bool(p.reductions) for p in found.plans] == [True, False]
+
+
+@pytest.mark.parametrize(("padded", "divisions"), [(True, 1), (False, 9)])
+def test_gradients_of_average_pools_divide_once(padded: bool, divisions: int) -> None:
+    def gradient(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        how = [3, 3], [1, 1], [1, 1], False, padded, None
+        return torch.ops.aten.avg_pool2d_backward.default(g, x, *how)
+
+    case = Case("", gradient, lambda i: (i.normal(2, 3, 8, 9), i.normal(2, 3, 8, 9)))
+    lowered, found = scheduled(case)
+    assert [r.op for r in found.plans[0].rows].count("div") == divisions
+    torch.testing.assert_close(results(case, lowered, found)[0], case.fn(*case.args("cpu")))
+
+
 def pooled_part(g: torch.Tensor, x: torch.Tensor, a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Sums over channels and points of a concatenation, of which a part is the gradient of a pool."""
     how = [3, 3], [2, 2], [1, 1], False, True, None
