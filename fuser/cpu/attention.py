@@ -8,18 +8,16 @@ blocks of keys results are scaled to the largest score so far (Milakov and Gimel
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-from fuser import config, machines
+from fuser import config
 from fuser.cpu import packed
 from fuser.cpu.dots import DTYPES
+from fuser.cpu.routines import Routines
 from fuser.reasons import served_by
 
 MOST_WIDTH = 512  # of a head: a unit keeps its results in float32
+
 
 def why_not(dtype: torch.dtype, width: int) -> str | None:
     """None if a kernel computes attention of this dtype and width of heads here, else the reason."""
@@ -39,7 +37,7 @@ def attend(
         mask = mask if mask.dtype in DTYPES else mask.to(q.dtype)
         mask = mask if mask.stride(-1) in (0, 1) else mask.contiguous()
         around = (mask.expand(batch, heads, rows, k.shape[2]),)
-    handle = _handle(q.dtype, causal, None if mask is None else mask.dtype, config.isa)
+    handle = ATTENTION.handle(config.isa, q.dtype, None, causal, None if mask is None else mask.dtype)
     factor = width**-0.5 if scale is None else float(scale)
     made: tuple[torch.Tensor, torch.Tensor] = handle(factor, q, k, v, out, logs, *around)
     return made
@@ -48,21 +46,15 @@ def attend(
 served_by(attend, "library", "one kernel of the package does all of attention")
 
 
-@functools.lru_cache(maxsize=32)
-def _handle(dtype: torch.dtype, causal: bool, mask: torch.dtype | None, isa: str) -> Callable[..., Any]:
-    from fuser.cpu import attention_cpp, routines  # modules that write kernels are imported only when one is needed
-
-    routine = attention_cpp.routine(dtype, causal, mask, machines.find(isa))
-    return routines.handle_of(routine, functools.partial(_otherwise, causal))
-
-
-def _otherwise(
-    causal: bool, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = rest[2] if len(rest) > 2 else None
+def _on_aten(
+    causal: bool, dtype: torch.dtype | None, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, logs: torch.Tensor, mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     found: tuple[torch.Tensor, torch.Tensor] = op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return found
 
 
-__all__ = ["attend", "why_not"]
+ATTENTION = Routines("attention_cpp", _on_aten)
+
+__all__ = ["ATTENTION", "attend", "why_not"]

@@ -2,80 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from fuser.cpu import dots, packed_cpp
-from fuser.cpu.dots import DTYPES, ELEMENTS, PAIRS
-from fuser.cpu.routines import Routine, slots_of
+from fuser.cpu.dots import BLOCKS, DTYPES, ELEMENTS, PAIRS, Shape, ceiling, panel
+from fuser.cpu.epilogues_cpp import Element, either, loaded, stored
+from fuser.cpu.signatures import Routine, Signature
 from fuser.cpu.text import filled
 from fuser.cpu.transposes import edge_of, transposition
-from fuser.ir.sizes import expr, floordiv
-from fuser.kernel_spec import Bind, Check, InputPattern, LaunchProgram, Step
 from fuser.machines import Machine
-from fuser.ops import cpp_load, cpp_store
 
 ROWS, KEYS = 192, 256  # rows of a unit, keys of a block
 
-_ENTRY = """\
-HELPER
-extern "C" void ENTRY(
-    char* const* ptrs, const i64* s, const double* f, i64 begin, i64 end, char* scratch, i32* status) {
-  const i64 heads = s[1], rows = s[2], width = s[3], groups = s[8], keys = s[9], values = s[13];
-  const float scale = (float)f[0];
-  const i64 blocks = (rows + ROWS - 1) / ROWS, each = ((rows + blocks - 1) / blocks + HIGH - 1) / HIGH * HIGH;
+_BODY = f"""\
+  const i64 {BLOCKS};
   const i64 panels = (values + WIDTH - 1) / WIDTH, wide = panels * WIDTH;
+""" + """\
   TYPE* const packed_k = (TYPE*)scratch;
   TYPE* const packed_v = packed_k + KEYS * width;
   float* const results = (float*)(packed_v + KEYS * wide);
-  float* const scores = results + ROWS * wide;
+  float* const scores = results + MOST * wide;
   TYPE* const weights = (TYPE*)(scores + HIGH * KEYS);
-  float most[ROWS], total[ROWS];
+  float highest[MOST], total[MOST];
   for (i64 unit = begin; unit < end; ++unit) {
     const i64 m0 = unit % blocks * each, m1 = m0 + each < rows ? m0 + each : rows;
     const i64 head = unit / blocks % heads, batch = unit / blocks / heads, group = head / (heads / groups);
-    const TYPE* q = (const TYPE*)ptrs[0] + batch * s[4] + head * s[5];
-    const TYPE* k = (const TYPE*)ptrs[1] + batch * s[10] + group * s[11];
-    const TYPE* v = (const TYPE*)ptrs[2] + batch * s[14] + group * s[15];
-    TYPE* out = (TYPE*)ptrs[3] + batch * s[17] + head * s[18];
-    float* logs = (float*)ptrs[4] + batch * s[20] + head * s[21];
-    OF_MASK
-    for (i64 m = m0; m < m1; ++m) { most[m - m0] = -__builtin_inff(); total[m - m0] = 0.0f; }
+    const TYPE* own_q = q + batch * q_batch + head * q_head;
+    const TYPE* own_k = k + batch * k_batch + group * k_group;
+    const TYPE* own_v = v + batch * v_batch + group * v_group;
+    TYPE* own_out = out + batch * out_batch + head * out_head;
+    float* own_logs = logs + batch * logs_batch + head * logs_head;
+    OWN_MASK
+    for (i64 m = m0; m < m1; ++m) { highest[m - m0] = -__builtin_inff(); total[m - m0] = 0.0f; }
     const i64 seen = LAST_SEEN;
     for (i64 n0 = 0; n0 < seen; n0 += KEYS) {
       const i64 n1 = n0 + KEYS < seen ? n0 + KEYS : seen;
-      fuser_pack_keys(k + n0 * s[12], s[12], n1 - n0, width, packed_k);
-      fuser_pack_values(v + n0 * s[16], s[16], n1 - n0, values, packed_v);
+      fuser_pack_keys(own_k + n0 * k_row, k_row, n1 - n0, width, packed_k);
+      fuser_pack_values(own_v + n0 * v_row, v_row, n1 - n0, values, packed_v);
       for (i64 m = FIRST_ROW; m < m1; m += HIGH) {
         const i64 high = m + HIGH < m1 ? HIGH : m1 - m, last = m + high - 1;
-        const i64 count = SEEN(last), turns = (count + PAIR - 1) / PAIR;
+        const i64 count = SEEN_BY_LAST, turns = (count + PAIR - 1) / PAIR;
         const TYPE* at[HIGH];
-        for (int r = 0; r < HIGH; ++r) at[r] = q + (r < high ? m + r : last) * s[6];
+        for (int r = 0; r < HIGH; ++r) at[r] = own_q + (r < high ? m + r : last) * q_row;
         for (i64 n = 0; n < count; n += WIDTH)
-          fuser_panel_NAME(at, packed_k + n * width, width / PAIR, scores + n, KEYS, true);
+          fuser_panel(at, packed_k + n * width, width / PAIR, scores + n, KEYS, true);
         for (i64 r = 0; r < high; ++r) {
-          const i64 left = SEEN(m + r), own = left > 0 ? left : 0;
+          const i64 left = SEEN_BY_ROW, own = left > 0 ? left : 0;
           float* result = results + (m + r - m0) * wide;
           fuser_weigh(scores + r * KEYS, own, turns * PAIR, scale, MASK_OF_ROW, weights + r * KEYS,
-                      &most[m + r - m0], &total[m + r - m0], n0 ? result : 0, wide);
+                      &highest[m + r - m0], &total[m + r - m0], n0 ? result : 0, wide);
         }
         for (int r = 0; r < HIGH; ++r) at[r] = weights + (r < high ? r : high - 1) * KEYS;
         for (i64 p = 0; p < panels; ++p)
-          fuser_panel_NAME(at, packed_v + p * KEYS * WIDTH, turns, results + (m - m0) * wide + p * WIDTH, wide, !n0);
+          fuser_panel(at, packed_v + p * KEYS * WIDTH, turns, results + (m - m0) * wide + p * WIDTH, wide, !n0);
       }
     }
     for (i64 m = m0; m < m1; ++m) {
       const float sum = total[m - m0], by = 1.0f / (sum == 0.0f ? 1.0f : sum);
       const float* result = results + (m - m0) * wide;
-      TYPE* to = out + m * s[19];
+      TYPE* to = own_out + m * out_row;
       if (sum == 0.0f) {
         for (i64 j = 0; j < values; ++j) to[j] = 0;
       } else {
         #pragma omp simd
-        for (i64 j = 0; j < values; ++j) to[j] = STORED;
+        for (i64 j = 0; j < values; ++j) STORED
       }
-      logs[m * s[22]] = sum == 0.0f ? 0.0f : most[m - m0] + fuser_log_f32(sum);
+      own_logs[m * logs_row] = sum == 0.0f ? 0.0f : highest[m - m0] + fuser_log_f32(sum);
     }
   }
 }
@@ -130,24 +121,20 @@ _PLAIN = """\
   for (i64 j = 0; j < count; ++j) {
     const float e = fuser_exp_down_f32(x[j] - base);
     sum += e;
-    weights[j] = ROUNDED;
+    PLAIN
   }
   for (i64 j = count; j < filled; ++j) weights[j] = 0;"""
 # Whole vectors: scores in the tail are minus infinity, so their weights are 0.
-_IN_LANES = f"""\
-  #if FUSER_LANES
+_IN_LANES = """\
   const i64 length = (filled + FUSER_LANES - 1) / FUSER_LANES * FUSER_LANES;
   for (i64 j = count; j < length; ++j) x[j] = -__builtin_inff();
-  lanes_f sums = {{}};
-  for (i64 j = 0; j < length; j += FUSER_LANES) {{
+  lanes_f sums = {};
+  for (i64 j = 0; j < length; j += FUSER_LANES) {
     const lanes_f e = fuser_lanes_exp_down_f32(fuser_lanes_load_float(x + j) - base);
     sums += e;
-    VECTORS;
-  }}
-  for (int l = 0; l < FUSER_LANES; ++l) sum += sums[l];
-  #else
-{_PLAIN}
-  #endif"""
+    VECTOR
+  }
+  for (int l = 0; l < FUSER_LANES; ++l) sum += sums[l];"""
 _PAIRED = {
     "f32": """\
       const float* a = v + n * step + p;
@@ -175,69 +162,54 @@ _SCALED = """\
 """
 
 
-def routine(dtype: torch.dtype, causal: bool, mask: torch.dtype | None, machine: Machine) -> Routine:
-    name, shape = DTYPES[dtype], dots.wide_shape(machine)
-    seen = "(ROW + 1 < n1 ? ROW + 1 : n1) - n0" if causal else "n1 - n0"
-    entry = f"attention_{name}{'_causal' if causal else ''}{'' if mask is None else '_masked'}"
-    of_mask = "const MASK* mask = (const MASK*)ptrs[5] + batch * s[23] + head * s[24];" if mask is not None else ""
+def routine(
+    dtype: torch.dtype, shape: Shape, causal: bool, mask: torch.dtype | None, machine: Machine
+) -> Routine:  # fmt: skip
+    """Attention forward. Arguments: scale, q, k, v, out, logs, mask, of which out and logs are written."""
+    name, call = DTYPES[dtype], Signature()
+    call.float("scale")
+    call.tensor("q", dtype, ("batches", "heads", "rows", "width"), ("q_batch", "q_head", "q_row", 1))
+    call.tensor("k", dtype, ("batches", "groups", "keys", "width"), ("k_batch", "k_group", "k_row", 1))
+    call.tensor("v", dtype, ("batches", "groups", "keys", "values"), ("v_batch", "v_group", "v_row", 1))
+    of_out = ("out_batch", "out_head", "out_row", 1)
+    call.tensor("out", dtype, ("batches", "heads", "rows", "values"), of_out, written=True)
+    of_logs = ("logs_batch", "logs_head", "logs_row")
+    call.tensor("logs", torch.float32, ("batches", "heads", "rows"), of_logs, written=True)
+    if mask is not None:
+        of_mask = ("mask_batch", "mask_head", "mask_row", "mask_key")
+        call.tensor("mask", mask, ("batches", "heads", "rows", "keys"), of_mask)
+
+    result, one = Element("result[j] * by", ""), Element("e", "e")
+    weight = stored(dtype, one, "weights")
+    seen = "({0} + 1 < n1 ? {0} + 1 : n1) - n0" if causal else "n1 - n0"
     words: dict[str, object] = {
-        "HELPER": packed_cpp.panel(name, shape) + transposition(4, machine, shape.width) + _HELPERS,
-        "ENTRY": entry, "OF_MASK": of_mask,
-        "MASK_OF_ROW": "mask + (m + r) * s[25] + n0 * s[26], s[26]" if mask is not None else "0, 0",
+        "OWN_MASK": "" if mask is None else "const MASK* own_mask = mask + batch * mask_batch + head * mask_head;",
+        "MASK_OF_ROW": "0, 0" if mask is None else "own_mask + (m + r) * mask_row + n0 * mask_key, mask_key",
         "LAST_SEEN": "m1 < keys ? m1 : keys" if causal else "keys",
         "FIRST_ROW": "(n0 > m0 ? m0 + (n0 - m0) / HIGH * HIGH : m0)" if causal else "m0",
-        "SEEN(last)": seen.replace("ROW", "last"), "SEEN(m + r)": seen.replace("ROW", "m + r"),
-        "EXPONENTIALS": _IN_LANES if machine.lanes else _PLAIN,
-        "VECTORS": packed_cpp.store_lanes(dtype, "weights + j", "e"),
-        "STORED": cpp_store(dtype, "result[j] * by"), "ROUNDED": cpp_store(dtype, "e"),
-        "MASKED": _masked(mask), "MASK": "float" if mask is None else _MASKS[mask], "PAIRED": _PAIRED[name],
-        "WORD": "float" if name == "f32" else "fuser_word", "NAME": name, "TYPE": ELEMENTS[name],
-        "WIDTH": shape.width, "HIGH": shape.rows, "ROWS": ROWS, "KEYS": KEYS, "PAIR": PAIRS[name],
-        "EDGE": edge_of(4, machine),
+        "SEEN_BY_LAST": seen.format("last"), "SEEN_BY_ROW": seen.format("m + r"),
+        "EXPONENTIALS": either(_IN_LANES, _PLAIN, machine), "VECTOR": weight.lanes, "PLAIN": weight.plain,
+        "STORED": stored(dtype, result, "to").plain, "MASKED": _masked(mask),
+        "MASK": "float" if mask is None else ELEMENTS[DTYPES[mask]], "PAIRED": _PAIRED[name],
+        "WORD": "float" if name == "f32" else "fuser_word", "TYPE": ELEMENTS[name], "WIDTH": shape.width,
+        "HIGH": shape.rows, "MOST": ROWS, "KEYS": KEYS, "PAIR": PAIRS[name], "EDGE": edge_of(4, machine),
     }  # fmt: skip
-    text = dots.words({name}, machine) + filled(_ENTRY, words)
-    return Routine(text, _program(dtype, mask, shape.width, shape.rows, entry), machine)
-
-
-_MASKS = {torch.float32: "float", torch.bfloat16: "u16"}
+    entry = f"attention_{name}{'_causal' if causal else ''}{'' if mask is None else '_masked'}"
+    helpers = panel(name, shape, machine) + transposition(4, machine, shape.width)
+    text = helpers + filled(_HELPERS, words) + call.opening(entry) + filled(_BODY, words)
+    heads, width = call["batches"] * call["heads"], call["width"]
+    wide = ceiling(call["values"], shape.width) * shape.width
+    work = heads * call["rows"] * call["keys"] * width
+    scratch = (width + wide) * (KEYS * dtype.itemsize) + wide * (4 * ROWS) + (4 + dtype.itemsize) * shape.rows * KEYS
+    return Routine(text, call.program(entry, heads * ceiling(call["rows"], ROWS), work, scratch), machine)
 
 
 def _masked(mask: torch.dtype | None) -> str:
     """The loop that scales and masks scores. The mask is contiguous along the keys, or has one number for each row."""
     if mask is None:
-        return _SCALED.replace("MORE", "")
-    along, single = (f"+ {cpp_load(mask, f'mask[{at}]')}" for at in ("j", "0"))
-    return f"  if (step) {{\n{_SCALED.replace('MORE', along)}  }} else {{\n{_SCALED.replace('MORE', single)}  }}"
-
-
-def _program(dtype: torch.dtype, mask: torch.dtype | None, width: int, high: int, entry: str) -> LaunchProgram:
-    """The program: arguments (scale, q, k, v, out, logs, mask), of which out and logs are written."""
-    at, code = slots_of(f"s{n}" for n in range(27))
-
-    def tensor(dtype: torch.dtype, sizes: tuple[int, ...], known: tuple[int, ...], strides: tuple[Any, ...]) -> Any:
-        own = tuple(Check(code(at[n])) if n in known else Bind(n) for n in sizes)
-        return InputPattern("tensor", dtype, "cpu", own, strides)
-
-    one = Check(code(1))
-    batch, heads, rows, _, groups, keys, values = 0, 1, 2, 3, 8, 9, 13
-    inputs = [
-        tensor(dtype, (batch, heads, rows, 3), (), (Bind(4), Bind(5), Bind(6), one)),
-        tensor(dtype, (batch, groups, keys, 3), (batch, 3), (Bind(10), Bind(11), Bind(12), one)),
-        tensor(dtype, (batch, groups, keys, values), (batch, groups, keys), (Bind(14), Bind(15), Bind(16), one)),
-        tensor(dtype, (batch, heads, rows, values), (batch, heads, rows, values), (Bind(17), Bind(18), Bind(19), one)),
-        tensor(torch.float32, (batch, heads, rows), (batch, heads, rows), (Bind(20), Bind(21), Bind(22))),
-    ]
-    if mask is not None:
-        strides = (Bind(23), Bind(24), Bind(25), Bind(26))
-        inputs.append(tensor(mask, (batch, heads, rows, keys), (batch, heads, rows, keys), strides))
-    units = at[batch] * at[heads] * floordiv(at[rows] + (ROWS - 1), expr(ROWS))
-    work = at[batch] * at[heads] * at[rows] * at[keys] * at[3]
-    wide = floordiv(at[values] + (width - 1), expr(width)) * width
-    scratch = (at[3] + wide) * (KEYS * dtype.itemsize) + wide * (4 * ROWS) + (4 + dtype.itemsize) * high * KEYS
-    step = Step(entry, code(units), code(work), code(scratch))
-    number = InputPattern("float", slot=0)
-    outputs = (("input", 4), ("input", 5))
-    return LaunchProgram((number, *inputs), 27, 1, (), (), (step,), outputs, False)
+        return filled(_SCALED, {"MORE": ""})
+    along, single = (filled(_SCALED, {"MORE": f"+ {loaded(mask, 'mask', at).plain}"}) for at in ("j", "0"))
+    return f"  if (step) {{\n{along}  }} else {{\n{single}  }}"
 
 
 __all__ = ["KEYS", "ROWS", "routine"]

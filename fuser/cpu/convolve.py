@@ -10,17 +10,16 @@ rounded and written once.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from fuser import config, machines
+from fuser import config
 from fuser.cpu import packed
-from fuser.cpu.dots import Shape, shape_of
 from fuser.cpu.epilogues import PER_CHANNEL, Epilogue, applied
+from fuser.cpu.routines import Routines
 
 _RUN_CHANNELS = 8  # input channels below which a line of the kernel is one position: short inner loops are slow
 LAST = torch.channels_last
@@ -56,25 +55,12 @@ def convolution(
     numbers = (columns, *kernel, *stride, *padding, *sizes, run)
     given = () if factors is None else (factors,)
     moved = (t if t.is_contiguous(memory_format=LAST) else t.contiguous(memory_format=LAST) for t in others)
-    made: torch.Tensor = _handle(x.dtype, columns, epilogue, config.isa)(*numbers, x, panels, *given, *moved)
+    handle = CONVOLUTIONS.handle(config.isa, x.dtype, columns, epilogue)
+    made: torch.Tensor = handle(*numbers, x, panels, *given, *moved)
     return made
 
 
-@functools.lru_cache(maxsize=256)
-def _handle(dtype: torch.dtype, columns: int, epilogue: Epilogue, isa: str) -> Callable[..., Any]:
-    """The kernel's handle, looked up at each call. Column counts with one block shape share a handle."""
-    return _handle_of(dtype, shape_of(columns, machines.find(isa)), epilogue, isa)
-
-
-@functools.lru_cache(maxsize=64)
-def _handle_of(dtype: torch.dtype, shape: Shape, epilogue: Epilogue, isa: str) -> Callable[..., Any]:
-    from fuser.cpu import convolve_cpp, routines  # the generator is imported on first use
-
-    routine = convolve_cpp.routine(dtype, shape, epilogue, machines.find(isa))
-    return routines.handle_of(routine, functools.partial(_otherwise, epilogue))
-
-
-def _otherwise(epilogue: Epilogue, columns: int, *rest: Any) -> torch.Tensor:
+def _on_aten(epilogue: Epilogue, columns: int, *rest: Any) -> torch.Tensor:
     kernel, stride, padding, (x, panels, *operands) = rest[:2], rest[2:4], rest[4:6], rest[9:]
     factors = operands.pop(0) if any(step in PER_CHANNEL for step in epilogue) else None
     weight = unpacked(panels, columns, x.shape[1], kernel)
@@ -82,4 +68,6 @@ def _otherwise(epilogue: Epilogue, columns: int, *rest: Any) -> torch.Tensor:
     return applied(epilogue, out, factors, *operands).to(x.dtype).contiguous(memory_format=LAST)
 
 
-__all__ = ["convolution", "pack", "unpacked", "why_not"]
+CONVOLUTIONS = Routines("convolve_cpp", _on_aten)
+
+__all__ = ["CONVOLUTIONS", "convolution", "pack", "unpacked", "why_not"]

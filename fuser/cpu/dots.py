@@ -1,4 +1,8 @@
-"""C++ building blocks of vector products: float32 sums of float32 operands, or of pairs of bfloat16 operands."""
+"""C++ building blocks of vector products: float32 sums of float32 operands, or of pairs of bfloat16 operands.
+
+Routines share the register block (`Shape`), the function that adds products with a panel of packed columns (`panel`),
+and the division of rows into blocks (`BLOCKS`).
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,10 @@ from collections.abc import Set
 import torch
 
 from fuser.cpu.text import filled
+from fuser.ir.sizes import Expr, expr, floordiv
 from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
 
-Epilogue = tuple[str, str]  # oneDNN's name and algorithm of an activation applied to a product
-EPILOGUES: dict[Epilogue, str] = {  # with its name in `epilogues.py`
-    ("gelu", "erf"): "gelu", ("gelu", "tanh"): "gelu_tanh", ("swish", ""): "silu", ("sigmoid", ""): "sigmoid",
-    ("tanh", ""): "tanh",
-}  # fmt: skip
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 ELEMENTS = {"f32": "float", "bf16": "u16"}
 PAIRS = {"f32": 1, "bf16": 2}  # elements of each operand that one lane of a sum takes at once
@@ -36,16 +36,16 @@ class Shape:
         return self.registers * self.lanes
 
 
-def shape_of(columns: int, machine: Machine) -> Shape:
-    """The shape that pads the last panel with the fewest zero columns."""
-    few = machine.registers < 32
-    shapes = [Shape(*s, machine.vector_bytes // 4) for s in (((6, 2), (4, 3)) if few else ((8, 3), (6, 4)))]
+def shape_of(columns: int | None, machine: Machine) -> Shape:
+    """The shape that pads the last panel with the fewest zero columns.
+
+    Without `columns`, as they differ by call: the most columns in a number of registers that is a power of two.
+    """
+    few, lanes = machine.registers < 32, machine.vector_bytes // 4
+    if columns is None:
+        return Shape(*((4, 2) if few else (6, 4)), lanes)
+    shapes = [Shape(*s, lanes) for s in (((6, 2), (4, 3)) if few else ((8, 3), (6, 4)))]
     return min(shapes, key=lambda shape: -columns % shape.width)
-
-
-def wide_shape(machine: Machine) -> Shape:
-    """The shape with the most columns whose number of registers is a power of two."""
-    return Shape(*((4, 2) if machine.registers < 32 else (6, 4)), machine.vector_bytes // 4)
 
 
 _HEAD = """\
@@ -104,4 +104,75 @@ def add(dtype: str, s: str, a: str, b: str) -> str:
     return _ADD[dtype].format(s=s, a=a, b=b)
 
 
-__all__ = ["DTYPES", "ELEMENTS", "EPILOGUES", "PAIRS", "Epilogue", "Shape", "add", "shape_of", "wide_shape", "words"]
+_PANEL = """\
+typedef u32 fuser_word __attribute__((may_alias, aligned(2)));
+FUSER_CONTRACT static __attribute__((noinline)) void fuser_panel(
+    const TYPE* const* rows, const TYPE* w, i64 turns, float* sums, i64 across, bool first OF_PLACES) {
+  FUSER_CONTRACTS
+SUMS
+  EACH_PLACE {
+ROWS_OF
+    i64 k = 0;
+    for (; k + 2 <= turns; k += 2) {
+TWO
+    }
+    if (k < turns) {
+ONE
+    }
+  }
+  if (!first) {
+ADDED
+  }
+STORE
+}
+"""
+
+
+def panel(dtype: str, shape: Shape, machine: Machine, places: bool = False) -> str:
+    """`words`, and the function that adds the products of some rows with a panel to their sums.
+
+    With `places` the function takes `HIGH` rows for each of several kernel positions, starting at an offset; the
+    positions' parts of the panel are adjacent. It prefetches from `ahead` on, `step` bytes for every two turns.
+    """
+    high, registers, lanes = shape.rows, shape.registers, shape.lanes
+    cells = [(m, n) for m in range(high) for n in range(registers)]
+    vector = "fuser_dot_f" if dtype == "f32" else "fuser_dot_u"
+    word = "float" if dtype == "f32" else "fuser_word"
+    at = {(m, n): f"*(fuser_dot_f*)(sums + {m} * across + {n * lanes})" for m, n in cells}
+    move, offset = registers * lanes * PAIRS[dtype], " + offset" if places else ""
+
+    def turn(number: int) -> list[str]:
+        out = []
+        for n in range(registers):
+            own, from_w = f"w{n}_{number}", number * move + n * lanes * PAIRS[dtype]
+            out.append(f"      {vector} {own} = *(const {vector}*)(w + {from_w}); FUSER_DOT_KEEP({own});")
+        for m in range(high):
+            adds = " ".join(add(dtype, f"s{m}_{n}", f"w{n}_{number}", "b") for n in range(registers))
+            out.append(f"      {{ {vector} b = x{m}[k + {number}] - ({vector}){{}}; FUSER_DOT_KEEP(b); {adds} }}")
+        return out
+
+    ask = ["      __builtin_prefetch(ahead); ahead += step;"] if places else []
+    parts = {
+        "TYPE": [ELEMENTS[dtype]],
+        "OF_PLACES": [", i64 places, i64 offset, const char* ahead, i64 step" if places else ""],
+        "EACH_PLACE": [f"for (i64 place = 0; place < places; ++place, rows += {high})" if places else ""],
+        "SUMS": [f"  fuser_dot_f {', '.join(f's{m}_{n} = {{}}' for m, n in cells)};"],
+        "ROWS_OF": [f"    const {word}* x{m} = (const {word}*)(rows[{m}]{offset});" for m in range(high)],
+        "TWO": [*ask, *turn(0), *turn(1), f"      w += {2 * move};"],
+        "ONE": [*turn(0), f"      w += {move};"],
+        "ADDED": [f"    s{m}_{n} += {at[m, n]};" for m, n in cells],
+        "STORE": [f"  {at[m, n]} = s{m}_{n};" for m, n in cells],
+    }
+    return words({dtype}, machine) + filled(_PANEL, {k: "\n".join(v) for k, v in parts.items()})
+
+
+# Rows are divided into `ceiling(rows, MOST)` blocks of nearly equal numbers of rows; HIGH is that of the shape.
+BLOCKS = "blocks = (rows + MOST - 1) / MOST, each = ((rows + blocks - 1) / blocks + HIGH - 1) / HIGH * HIGH"
+
+
+def ceiling(a: Expr, b: int) -> Expr:
+    """The number of pieces of `b` that cover `a`."""
+    return floordiv(a + (b - 1), expr(b))
+
+
+__all__ = ["BLOCKS", "DTYPES", "ELEMENTS", "PAIRS", "Shape", "add", "ceiling", "panel", "shape_of", "words"]

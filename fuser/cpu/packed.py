@@ -8,19 +8,22 @@ inner loop reads a panel's registers once and a broadcast element of each row.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from fuser import config, machines
 from fuser.cpu import epilogues, toolchain
-from fuser.cpu.dots import DTYPES, EPILOGUES, PAIRS, Epilogue, Shape, shape_of
+from fuser.cpu.dots import DTYPES, PAIRS, shape_of
+from fuser.cpu.routines import Routines
+
+Activation = tuple[str, str]  # oneDNN's name and algorithm
+EPILOGUES: dict[Activation, str] = {  # the activations that a product computes, with their names in `epilogues.py`
+    ("gelu", "erf"): "gelu", ("gelu", "tanh"): "gelu_tanh", ("swish", ""): "silu", ("sigmoid", ""): "sigmoid",
+    ("tanh", ""): "tanh",
+}  # fmt: skip
 
 
-def activated(epilogue: Epilogue, x: torch.Tensor) -> torch.Tensor:
+def activated(epilogue: Activation, x: torch.Tensor) -> torch.Tensor:
     """An activation of `EPILOGUES` applied to a tensor on ATen."""
     return epilogues.activated(EPILOGUES[epilogue], x)
 
@@ -56,38 +59,24 @@ def unpacked(packed: torch.Tensor, columns: int, inner: int) -> torch.Tensor:
 
 
 def product(
-    x: torch.Tensor, packed: torch.Tensor, columns: int, bias: torch.Tensor | None, epilogue: Epilogue | None = None
+    x: torch.Tensor, packed: torch.Tensor, columns: int, bias: torch.Tensor | None, epilogue: Activation | None = None
 ) -> torch.Tensor:
     """`x @ w.T (+ bias)` for x (rows, inner) and the panels of w (columns, inner), then one of `EPILOGUES`."""
     x = x if x.stride(1) == 1 else x.contiguous()
     given = () if bias is None else (bias.contiguous(),)
-    made: torch.Tensor = _handle(x.dtype, columns, bias is not None, epilogue, config.isa)(columns, x, packed, *given)
+    handle = PRODUCTS.handle(config.isa, x.dtype, columns, bias is not None, epilogue)
+    made: torch.Tensor = handle(columns, x, packed, *given)
     return made
 
 
-@functools.lru_cache(maxsize=256)
-def _handle(
-    dtype: torch.dtype, columns: int, bias: bool, epilogue: Epilogue | None, isa: str
-) -> Callable[..., Any]:  # fmt: skip
-    """The handle of a product, looked up at each call. Column counts with the same block shape share a handle."""
-    return _handle_of(dtype, shape_of(columns, machines.find(isa)), bias, epilogue, isa)
-
-
-@functools.lru_cache(maxsize=64)
-def _handle_of(
-    dtype: torch.dtype, shape: Shape, bias: bool, epilogue: Epilogue | None, isa: str
-) -> Callable[..., Any]:  # fmt: skip
-    from fuser.cpu import packed_cpp, routines  # modules that write kernels are imported only when one is needed
-
-    routine = packed_cpp.routine(dtype, shape, bias, epilogue, machines.find(isa))
-    return routines.handle_of(routine, functools.partial(_otherwise, epilogue))
-
-
-def _otherwise(
-    epilogue: Epilogue | None, columns: int, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def _on_aten(
+    has_bias: bool, epilogue: Activation | None, columns: int, x: torch.Tensor, packed: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     out = F.linear(x, unpacked(packed, columns, x.shape[1]), bias)
     return out if epilogue is None else activated(epilogue, out)
 
 
-__all__ = ["EPILOGUES", "activated", "pack", "product", "unpacked", "why_not"]
+PRODUCTS = Routines("packed_cpp", _on_aten)
+
+__all__ = ["EPILOGUES", "PRODUCTS", "Activation", "activated", "pack", "product", "unpacked", "why_not"]

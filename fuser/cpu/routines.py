@@ -1,74 +1,55 @@
 """Kernels without a plan: a module's own C++, launched like a group's kernel.
 
-A routine is C++ with one entry and the program that launches it. Its handle is compiled when it is first requested;
-calls that the program does not accept go to `otherwise`.
+A kind of routine has one module that writes it (`signatures.Routine`) and one function that computes the same on ATen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+import importlib
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
-from fuser import notices
-from fuser.cpu import toolchain
+from fuser import machines, notices
+from fuser.cpu import dots, toolchain
 from fuser.errors import CompileError
-from fuser.ir.sizes import STRIDE, Expr, IntLike, Sym, expr, program
-from fuser.kernel_spec import Check, InputPattern, LaunchProgram
-from fuser.lazy_dataclasses import dataclass
-from fuser.machines import Machine
-from fuser.ops import CPP_TYPEDEFS, helpers_in, prelude_for
 from fuser.runtime import launcher
 
 
-@dataclass(frozen=True)
-class Routine:
-    """The C++ of helpers and entry, without the op table's typedefs and helpers, and its launch program."""
+class Routines:
+    """The routines of one kind, and their handles. Each is written and compiled when it is first requested.
 
-    text: str
-    program: LaunchProgram
-    machine: Machine
+    `writer` names the module of this folder whose `routine(dtype, shape, *key, machine)` writes them; it is imported
+    when one is needed. `otherwise(*key, *arguments)` computes on ATen. Calls that no kernel accepts go there.
+    """
 
-    @property
-    def source(self) -> str:
-        """The complete source."""
-        return f"{CPP_TYPEDEFS}{prelude_for(helpers_in(self.text), self.machine)}{self.text}"
+    def __init__(self, writer: str, otherwise: Callable[..., Any]) -> None:
+        self._writer, self._otherwise = writer, otherwise
+        self.handle = functools.lru_cache(maxsize=256)(self._handle)
+        self.made = functools.lru_cache(maxsize=64)(self._made)
 
+    def _handle(self, isa: str, dtype: torch.dtype, columns: int | None, *key: Hashable) -> Callable[..., Any]:
+        """The handle, looked up at each call. Column counts with one block shape share a handle."""
+        return self.made(isa, dtype, dots.shape_of(columns, machines.find(isa)), *key)
 
-Code = Callable[[IntLike], tuple[int, ...]]  # the program that computes a number from a routine's slots
+    def _made(self, isa: str, dtype: torch.dtype, shape: dots.Shape, *key: Hashable) -> Callable[..., Any]:
+        """A new handle; if its library cannot be made, the handle always computes on ATen."""
+        machine, otherwise = machines.find(isa), self._otherwise
 
+        def slow(args: tuple[Any, ...], status: int) -> Any:
+            return otherwise(*key, *args)
 
-def slots_of(names: Iterable[str]) -> tuple[list[Expr], Code]:
-    """The integers that a routine takes or binds, in the order of their slots, and programs over them."""
-    slots = {Sym(name, STRIDE): n for n, name in enumerate(names)}
-    return [expr(s) for s in slots], lambda e: program(e, slots)
-
-
-def contiguous(dtype: torch.dtype, code: Code, *sizes: IntLike) -> InputPattern:
-    """The pattern of a contiguous argument of these sizes."""
-    strides, behind = list[Expr](), expr(1)
-    for n in reversed(sizes):
-        strides.insert(0, behind)
-        behind = behind * n
-    size, stride = (tuple(Check(code(e)) for e in each) for each in (sizes, strides))
-    return InputPattern("tensor", dtype, "cpu", size, stride)
-
-
-def handle_of(routine: Routine, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """A launcher's handle of a routine; if its library cannot be made, the handle always calls `otherwise`."""
-
-    def slow(args: tuple[Any, ...], status: int) -> Any:
-        return otherwise(*args)
-
-    handle: Any = launcher.make_handle(slow)
-    entries = [step.entry for step in routine.program.steps]
-    try:
-        handle.add_kernel(routine.program, toolchain.compile_library((routine.source,), routine.machine, entries))
-    except (CompileError, OSError) as e:
-        notices.warn_once(f"calls of {entries[0]} run on ATen, because {e}", entries[0])
-    made: Callable[..., Any] = handle
-    return made
+        handle: Any = launcher.make_handle(slow)
+        routine = importlib.import_module(f"fuser.cpu.{self._writer}").routine(dtype, shape, *key, machine)
+        entries = [step.entry for step in routine.program.steps]
+        try:
+            handle.add_kernel(routine.program, toolchain.compile_library((routine.source,), machine, entries))
+        except (CompileError, OSError) as e:
+            notices.warn_once(f"calls of {entries[0]} run on ATen, because {e}", entries[0])
+        made: Callable[..., Any] = handle
+        return made
 
 
-__all__ = ["Code", "Routine", "contiguous", "handle_of", "slots_of"]
+__all__ = ["Routines"]

@@ -18,7 +18,7 @@ from torch import fx
 
 from fuser import config, targets
 from fuser.cpu import packed
-from fuser.cpu.dots import Epilogue
+from fuser.cpu.packed import Activation
 from fuser.passes import providers
 from fuser.passes.calls import put_for
 from fuser.passes.classify import APART, Kind, classify, is_view
@@ -66,7 +66,7 @@ def fits(x: torch.Tensor, w: torch.Tensor) -> bool:
 
 
 def chosen(
-    x: torch.Tensor, w: torch.Tensor, bias: bool, epilogue: Epilogue | None = None, read: bool = False,
+    x: torch.Tensor, w: torch.Tensor, bias: bool, epilogue: Activation | None = None, read: bool = False,
     frozen: bool = False,
 ) -> str:  # fmt: skip
     """The one of `providers` that computes `x @ w (+ bias)`: matrices on the CPU for which `fits` is True."""
@@ -207,7 +207,7 @@ def _is_free_to_choose(node: fx.Node) -> bool:
     return (reader is None or reader.target not in _EPILOGUES) and products.are_possible()
 
 
-_EPILOGUES: dict[Any, Callable[[fx.Node], Epilogue]] = {
+_EPILOGUES: dict[Any, Callable[[fx.Node], Activation]] = {
     aten.gelu.default: lambda node: ("gelu", "tanh" if node.kwargs.get("approximate") == "tanh" else "erf"),
     aten.silu.default: lambda node: ("swish", ""),
     aten.sigmoid.default: lambda node: ("sigmoid", ""),

@@ -31,8 +31,8 @@ from fuser.contests import race
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
 from fuser.cpu import packed
-from fuser.cpu.dots import Epilogue
 from fuser.cpu.epilogues import ACTIVATIONS
+from fuser.cpu.packed import Activation
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.calls import own_operator
 from fuser.targets import LEAST_WEIGHT
@@ -69,7 +69,7 @@ class Product:
     x_turned: bool = False
     w_turned: bool = True
     bias: bool = False
-    epilogue: Epilogue | None = None
+    epilogue: Activation | None = None
     read: bool = False
     frozen: bool = False
 
@@ -111,7 +111,7 @@ class Provider:
     name: str
     takes: Callable[[Product], bool]
     call: Callable[[Product, Operands], Callable[[], torch.Tensor]]
-    folds: frozenset[Epilogue] = frozenset()
+    folds: frozenset[Activation] = frozenset()
 
 
 def linear_op() -> Any:
@@ -158,7 +158,7 @@ def _onednn(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
     return o.each(lambda w: op(o.x, w.t(), o.bias, name, [], algorithm))
 
 
-def _onednns(p: Product) -> Epilogue:
+def _onednns(p: Product) -> Activation:
     """The epilogue that oneDNN computes for a product."""
     return p.epilogue if p.epilogue in OF_ONEDNN else ("none", "")
 
@@ -177,7 +177,7 @@ def _own(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
     return o.each(lambda w: call(o.x, w, *(() if o.bias is None else (o.bias,))))
 
 
-def _own_kernel(bias: bool, epilogue: Epilogue | None) -> Callable[..., torch.Tensor]:
+def _own_kernel(bias: bool, epilogue: Activation | None) -> Callable[..., torch.Tensor]:
     """A function of (x, w, bias) that runs a kernel of the package."""
     graph = fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
@@ -187,7 +187,7 @@ def _own_kernel(bias: bool, epilogue: Epilogue | None) -> Callable[..., torch.Te
     return call
 
 
-def _activated(graph: fx.Graph, x: fx.Node, epilogue: Epilogue) -> fx.Node:
+def _activated(graph: fx.Graph, x: fx.Node, epilogue: Activation) -> fx.Node:
     target, arguments, named = ACTIVATIONS[packed.EPILOGUES[epilogue]]
     return graph.call_function(target, (x, *arguments), named)
 
@@ -266,7 +266,7 @@ def _contestant(provider: Provider, product: Product, operands: Operands) -> Con
 
 
 @functools.cache
-def _activation(epilogue: Epilogue) -> Callable[..., torch.Tensor]:
+def _activation(epilogue: Activation) -> Callable[..., torch.Tensor]:
     """A kernel of the package for an activation alone."""
     graph = fx.Graph()
     graph.output(_activated(graph, graph.placeholder("x"), epilogue))

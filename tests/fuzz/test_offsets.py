@@ -73,7 +73,7 @@ for isa in ("", "avx2"):
             for rows, columns, inner in itertools.product((1, 9, 130), (5, 48, 50, 130), (2, 30, 1030)):
                 x, w, bias = (torch.randn(*s).to(dtype) for s in ((rows, inner), (columns, inner), (columns,)))
                 packed.product(x, packed.pack(w), columns, bias, ("gelu", "erf"))
-                missed += packed._handle(dtype, columns, True, ("gelu", "erf"), isa).misses
+                missed += packed.PRODUCTS.handle(isa, dtype, columns, True, ("gelu", "erf")).misses
                 calls += 1
             steps = "times", "plus", "sum", "relu"
             for n, inner, size, columns in ((1, 8, 3, 5), (2, 2, 7, 70), (1, 516, 5, 16), (3, 1030, 1, 48)):
@@ -86,14 +86,15 @@ for isa in ("", "avx2"):
                     panels = convolve.pack(torch.randn(columns, inner, kernel, kernel).to(dtype))
                     sizes = columns, [kernel] * 2, [stride] * 2, [padding] * 2
                     convolve.convolution(x, panels, *sizes, steps, torch.randn(2, columns), other)
-                    missed += convolve._handle(dtype, columns, steps, isa).misses
+                    missed += convolve.CONVOLUTIONS.handle(isa, dtype, columns, steps).misses
                     calls += 1
             for m, n, d in ((9, 21, 2), (193, 300, 64), (1, 257, 66), (13, 515, 8)):
                 for causal, mask in itertools.product((False, True), (None, (m, n), (1, n))):
                     q, k, v = (torch.randn(2, h, s, d).to(dtype) for h, s in ((2, m), (1, n), (1, n)))
                     around = None if mask is None else torch.randn(mask).to(dtype)
                     attention.attend(q, k, v, causal, around, None)
-                    missed += attention._handle(dtype, causal, None if mask is None else dtype, isa).misses
+                    key = isa, dtype, None, causal, None if mask is None else dtype
+                    missed += attention.ATTENTION.handle(*key).misses
                     calls += 1
 print(calls, missed, flush=True)
 """

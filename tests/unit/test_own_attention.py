@@ -35,7 +35,7 @@ def skip_unless_made(dtype):
 
 def checked(dtype, q, k, v, causal, mask, scale):
     """No further from float64 than twice ATen's, in its strides, and computed by the kernel."""
-    handle = attention._handle(dtype, causal, None if mask is None else mask.dtype, config.isa)
+    handle = attention.ATTENTION.handle(config.isa, dtype, None, causal, None if mask is None else mask.dtype)
     hits, misses = handle.hits, handle.misses
     out, sums = attention.attend(q, k, v, causal, mask, scale)
     assert (handle.hits, handle.misses) == (hits + 1, misses)

@@ -52,7 +52,7 @@ def check(x, w, stride=(1, 1), padding=(0, 0), epilogue=(), others=()):
     assert torch.equal(convolve.unpacked(panels, columns, channels, kernel), w)
     count = sum(step in epilogues.PER_CHANNEL for step in epilogue)
     factors = torch.randn(count, columns) if count else None
-    handle = convolve._handle(x.dtype, columns, epilogue, config.isa)
+    handle = convolve.CONVOLUTIONS.handle(config.isa, x.dtype, columns, epilogue)
     hits, misses = handle.hits, handle.misses
     got = convolve.convolution(x, panels, columns, kernel, stride, padding, epilogue, factors, *others)
     assert (handle.hits, handle.misses) == (hits + 1, misses)
@@ -120,9 +120,9 @@ def test_images_in_any_order(dtype):
 def test_one_kernel_serves_every_size():
     skip_unless_made()
     check(images(1, 16, 5, 5), torch.randn(64, 16, 3, 3))
-    before = convolve._handle_of.cache_info().misses
+    before = convolve.CONVOLUTIONS.made.cache_info().misses
     check(images(2, 24, 9, 4), torch.randn(128, 24, 1, 2), (2, 1), (0, 3))
-    assert convolve._handle_of.cache_info().misses == before
+    assert convolve.CONVOLUTIONS.made.cache_info().misses == before
 
 
 @pytest.mark.sampled(9)

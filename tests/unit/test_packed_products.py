@@ -35,8 +35,8 @@ def skip_unless_made(dtype, inner=2):
 
 
 def forget_handles():
-    packed._handle.cache_clear()
-    packed._handle_of.cache_clear()
+    packed.PRODUCTS.handle.cache_clear()
+    packed.PRODUCTS.made.cache_clear()
 
 
 def check(x, w, bias):
@@ -44,7 +44,7 @@ def check(x, w, bias):
     columns = w.shape[0]
     made = packed.pack(w)
     assert torch.equal(packed.unpacked(made, columns, w.shape[1]), w)
-    handle = packed._handle(x.dtype, columns, bias is not None, None, config.isa)
+    handle = packed.PRODUCTS.handle(config.isa, x.dtype, columns, bias is not None, None)
     hits, misses = handle.hits, handle.misses
     got = packed.product(x, made, columns, bias)
     assert (handle.hits, handle.misses) == (hits + 1, misses)
@@ -117,7 +117,7 @@ def test_a_text_for_every_machine(machine):
             text = packed_cpp.routine(dtype, dots.shape_of(columns, machine), True, epilogue, machine).source
             assert bool(machine.lanes) == ("fuser_lanes" in text)
     for dtype, mask in itertools.product(DTYPES, (None, *DTYPES)):
-        text = attention_cpp.routine(dtype, True, mask, machine).source
+        text = attention_cpp.routine(dtype, dots.shape_of(None, machine), True, mask, machine).source
         assert bool(machine.lanes) == ("fuser_lanes" in text)
 
 
