@@ -113,6 +113,20 @@ def _torch_function(target: Any) -> Callable[..., Any] | None:
     return next((getattr(home, name) for home in homes if hasattr(home, name)), None)
 
 
+def text_of(value: Any, leaf: Callable[[Any], str]) -> str:
+    """The Python of a canonical value: rows' results are variables v0, v1, …, and `leaf` writes all but containers."""
+    if isinstance(value, Ref):
+        return f"v{value.index}"
+    if type(value) in (tuple, list):
+        inner = ", ".join(text_of(v, leaf) for v in value)
+        return f"[{inner}]" if type(value) is list else f"({inner},)" if len(value) == 1 else f"({inner})"
+    if type(value) is dict:
+        return "{" + ", ".join(f"{k!r}: {text_of(v, leaf)}" for k, v in value.items()) + "}"
+    if type(value) is slice:
+        return f"slice({', '.join(text_of(v, leaf) for v in (value.start, value.stop, value.step))})"
+    return leaf(value)
+
+
 def is_plain_name(text: Any) -> bool:
     """Whether `text` is a safe identifier: Python may normalise non-ASCII letters to others."""
     if type(text) is not str or not text.isascii() or not text.isidentifier():
@@ -174,17 +188,9 @@ class _Writer:
         return f"{self.name_of(self.called(row.target))}({', '.join(args + named)})"
 
     def value(self, value: Any) -> str:
-        if isinstance(value, Ref):
-            return f"v{value.index}"
-        if isinstance(value, tuple) and type(value) is tuple:
-            inner = ", ".join(self.value(v) for v in value)
-            return f"({inner},)" if len(value) == 1 else f"({inner})"
-        if type(value) is list:
-            return f"[{', '.join(self.value(v) for v in value)}]"
-        if type(value) is dict:
-            return "{" + ", ".join(f"{k!r}: {self.value(v)}" for k, v in value.items()) + "}"
-        if type(value) is slice:
-            return f"slice({self.value(value.start)}, {self.value(value.stop)}, {self.value(value.step)})"
+        return text_of(value, self.leaf)
+
+    def leaf(self, value: Any) -> str:
         if value is None or type(value) in (int, float, bool, str):
             return f"({value!r})" if type(value) in (int, float) else repr(value)
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):

@@ -7,13 +7,14 @@ partially imported module cannot be imported again: a fork waits for these.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from fuser import startup
@@ -67,6 +68,36 @@ def in_child(function: Callable[[], None]) -> Callable[[], None]:
     """Let `function` be called in a forked child, once all locks are free."""
     _functions.append(function)
     return function
+
+
+class Shared:
+    """A change for all threads that holds while at least one of them is in a block; a forked child is in none."""
+
+    def __init__(self, change: Callable[[], None], restore: Callable[[], None]) -> None:
+        self._change, self._restore = change, restore
+        self._lock, self.blocks = lock(), 0
+        follow(self)
+
+    @contextlib.contextmanager
+    def block(self) -> Iterator[None]:
+        """A block in which the change holds."""
+        with self._lock:
+            if not self.blocks:
+                self._change()
+            self.blocks += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.blocks = max(self.blocks - 1, 0)  # 0 already in a child that was forked inside this block
+                if not self.blocks:
+                    self._restore()
+
+    def after_fork(self) -> None:
+        """Undo the change in a forked child, where the threads in blocks do not exist."""
+        if self.blocks:
+            self.blocks = 0
+            self._restore()
 
 
 def _after_fork() -> None:

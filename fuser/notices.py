@@ -10,7 +10,8 @@ import sys
 import warnings
 
 _log = logging.getLogger("fuser")
-_said: dict[str, None] = {}  # causes, oldest first
+_said: dict[str, None] = {}  # causes of warnings, oldest first
+_logged: dict[str, None] = {}  # of lines in the log
 _MOST = 4096  # causes that are remembered; sentences that name sizes are unlimited
 _muted = False
 
@@ -21,13 +22,23 @@ def mute(on: bool) -> None:
     _muted = on
 
 
+def is_first(cause: str) -> bool:
+    """Whether this is the first time that a cause is asked about: its line is logged once."""
+    return _is_new(_logged, cause)
+
+
+def _is_new(known: dict[str, None], cause: str) -> bool:
+    if cause in known:
+        return False
+    known[cause] = None
+    if len(known) > _MOST:
+        known.pop(next(iter(known)), None)
+    return True
+
+
 def warn_once(sentence: str, cause: str | None = None) -> None:
     """Warn with `sentence`, unless there was a warning with the same cause; None: with the same sentence."""
-    cause = sentence if cause is None else cause
-    if cause not in _said:
-        _said[cause] = None
-        if len(_said) > _MOST:
-            _said.pop(next(iter(_said)), None)
+    if _is_new(_said, sentence if cause is None else cause):
         warn(sentence)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from fuser import config
 from fuser.canonical import Ref, Row
-from fuser.fallback import is_plain_name
+from fuser.fallback import is_plain_name, text_of
 from fuser.kernel_cache import KernelSpec
 from fuser.runtime import files
 
@@ -103,16 +103,10 @@ def _row(row: Row, names: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, Ref):
-        return f"v{value.index}"
-    if type(value) is tuple:
-        return f"({', '.join(map(_value, value))}{',' if len(value) == 1 else ''})"
-    if type(value) is list:
-        return f"[{', '.join(map(_value, value))}]"
-    if type(value) is dict:
-        return "{" + ", ".join(f"{k!r}: {_value(v)}" for k, v in value.items()) + "}"
-    if type(value) is slice:
-        return f"slice({_value(value.start)}, {_value(value.stop)}, {_value(value.step)})"
+    return text_of(value, _leaf)
+
+
+def _leaf(value: Any) -> str:
     if isinstance(value, torch.device):
         return f"torch.device({str(value)!r})"
     if value is None or value is Ellipsis or type(value) in (int, float, bool, complex, str):

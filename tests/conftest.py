@@ -244,6 +244,7 @@ def nothing_before() -> Iterator[None]:
     background.COMPILERS.wait(AT_MOST)
     with pytest.MonkeyPatch.context() as patch:  # its own: a test's patches end before other fixtures do
         patch.setattr(notices, "_said", {})
+        patch.setattr(notices, "_logged", {})
         yield
 
 

@@ -16,8 +16,8 @@ from fuser.debug.reporting import why_unfused
 from fuser.errors import FuserError
 from fuser.kernel_cache import REGISTRY, KernelSpec
 from fuser.kernel_spec import LaunchProgram
-from fuser.lowering.graph import lower_graph
-from fuser.scheduler.schedule import schedule
+from fuser.lowering.graph import Lowered, lower_graph
+from fuser.scheduler.schedule import Schedule, schedule
 
 
 def explain_key(key: int) -> str:
@@ -99,15 +99,19 @@ def dump(key: int, folder: str | pathlib.Path) -> list[pathlib.Path]:
 
 def ir_text(spec: KernelSpec, described: tuple[Any, ...]) -> str:
     """The lowered graph and its kernel plans as text, for arguments like those that it was compiled for."""
-    example = fake_of(described)
-    numbers = frozenset(i for i, a in enumerate(example) if not isinstance(a, torch.Tensor))
     try:
-        with config.override(**dict(spec.config)):
-            lowered = lower_graph(pipeline.with_numbers(spec.graph, numbers), example, config.numerics)
-            plan = schedule(lowered, config.max_body_rows)
+        return print_lowered(*planned(spec, described))
     except FuserError as e:
         return f"not lowered: {e}\n"
-    return print_lowered(lowered, plan)
+
+
+def planned(spec: KernelSpec, described: tuple[Any, ...]) -> tuple[Lowered, Schedule]:
+    """The lowered graph and its kernel plans, for arguments like those that it was compiled for. Raises FuserError."""
+    example = fake_of(described)
+    numbers = frozenset(i for i, a in enumerate(example) if not isinstance(a, torch.Tensor))
+    with config.override(**dict(spec.config)):
+        lowered = lower_graph(pipeline.with_numbers(spec.graph, numbers), example, config.numerics)
+        return lowered, schedule(lowered, config.max_body_rows)
 
 
 def fake_of(described: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,10 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
-from fuser import config, interface, pipeline
-from fuser.debug.explaining import fake_of
+from fuser import config, interface
+from fuser.debug.explaining import planned
 from fuser.debug.explanation import Explanation
 from fuser.debug.gathering import explanation_of, graph_break_count, graph_breaks
 from fuser.debug.models import explain_model
@@ -18,9 +16,7 @@ from fuser.errors import ConfigError, FuserError, NotFusedError
 from fuser.frontends.guarantees import ALLOWED, complain
 from fuser.frontends.records import collected
 from fuser.ir.loop_body import loads_in
-from fuser.kernel_cache import REGISTRY, KernelSpec
-from fuser.lowering.graph import lower_graph
-from fuser.scheduler.schedule import schedule
+from fuser.kernel_cache import REGISTRY
 
 settings: Any = config  # its attributes are made from a table
 
@@ -110,20 +106,14 @@ def _fallbacks() -> Counter[str]:
 def _reads(key: int) -> int:
     """The tensors that a group's loop nests read, each once for each loop nest, lowered for its first call."""
     spec = REGISTRY.find(key).spec
-    examples = [entry.example for entry in spec.store.entries if entry.example]
-    return _reads_of(spec, examples[0]) if examples else 0
-
-
-def _reads_of(spec: KernelSpec, described: tuple[Any, ...]) -> int:
-    example = fake_of(described)
-    numbers = frozenset(i for i, a in enumerate(example) if not isinstance(a, torch.Tensor))
+    example = next((entry.example for entry in spec.store.entries if entry.example), None)
+    if example is None:
+        return 0
     try:
-        with config.override(**dict(spec.config)):
-            lowered = lower_graph(pipeline.with_numbers(spec.graph, numbers), example, settings.numerics)
-            plans = schedule(lowered, settings.max_body_rows).plans
+        _, schedule = planned(spec, example)
     except FuserError:
         return 0
-    return sum(len({row.buffer for row in loads_in(p.rows)}) for p in plans)
+    return sum(len({row.buffer for row in loads_in(p.rows)}) for p in schedule.plans)
 
 
 __all__ = ["assert_fused", "require_fused"]

@@ -77,18 +77,27 @@ def for_eager(module: fx.GraphModule) -> fx.GraphModule:
 
     The graphs of such calls are called as modules. Returns `module` itself if there are none.
     """
+    found = with_bodies(module, for_eager, _is_region)
+    if found is not module:
+        for node in list(found.graph.nodes):
+            if _is_region(node):
+                put_call(node, node.args[2:])
+        found.recompile()
+    return found
+
+
+def with_bodies(
+    module: fx.GraphModule, change: Callable[[fx.GraphModule], fx.GraphModule], marked: Callable[[fx.Node], bool]
+) -> fx.GraphModule:
+    """A copy of a module with its inner graphs changed; `module` itself if none changes and it has no marked node."""
     inner = {n: m for n, m in module.named_children() if isinstance(m, fx.GraphModule)}
-    made = {n: for_eager(m) for n, m in inner.items()}
-    if not any(map(_is_region, module.graph.nodes)) and all(made[n] is m for n, m in inner.items()):
+    made = {n: change(m) for n, m in inner.items()}
+    if not any(map(marked, module.graph.nodes)) and all(made[n] is m for n, m in inner.items()):
         return module
     found = fx.GraphModule(module, copied(module.graph))
     for name, body in made.items():
         if hasattr(found, name):
             setattr(found, name, body)
-    for node in list(found.graph.nodes):
-        if _is_region(node):
-            put_call(node, node.args[2:])
-    found.recompile()
     return found
 
 

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser import notices
 from fuser.errors import FuserError
 from fuser.frontends.transforms import levels_kept
 from fuser.reasons import because
 from fuser.runtime.memory import Tally
 
 _log = logging.getLogger(__name__)
-_said: set[str] = set()
-_MOST_SAID = 256  # most sentences that are logged: errors may name sizes, so there is no limit to their number
 Function = Callable[..., Any]
 
 
@@ -33,8 +32,7 @@ def reason_of(error: BaseException) -> str:
 
 def say_unfused(reason: str) -> None:
     """Log that a graph runs unfused, once for each reason."""
-    if reason not in _said and len(_said) < _MOST_SAID:
-        _said.add(reason)
+    if notices.is_first(reason):
         _log.warning("a graph runs unfused: %s", reason)
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser import notices
 from fuser.frontends.replay import Replay
 from fuser.frontends.unused_results import leaving_none, untold_when_traced
 
 _log = logging.getLogger(__name__)
-_said = False
 Function = Callable[..., Any]
 # AOTAutograd's kinds of results: those that its function does not compute, and those whose base it returns.
 _OF_INPUTS = ("alias_of_input", "is_input")
@@ -131,10 +131,8 @@ def by_eager(
 
     `grads`: those of the new content of the inputs `changed`, of the results, and of the bases of the results `views`.
     """
-    global _said
     again = torch.is_grad_enabled()
-    if again and not _said:
-        _said = True
+    if again and notices.is_first("gradients of gradients"):
         _log.warning("a gradient is to be differentiated: its graph runs again, by eager")
     inputs = replay.inputs(noted, ctx.needs_input_grad)
     with torch.enable_grad():  # one input may be computed from another, whose gradient here counts only its own uses

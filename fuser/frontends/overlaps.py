@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser import notices
 from fuser.passes.calls import value_of, writes
 from fuser.passes.classify import has_gaps
 from fuser.passes.hints import size_hint
@@ -33,7 +34,6 @@ Function = Callable[..., Any]
 Span = tuple[int, int, int]  # first byte, one past the last, number of the tensor
 
 _log = logging.getLogger(__name__)
-_said = False
 
 
 class Watched:
@@ -239,7 +239,5 @@ def _fixed_lengths(examples: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _tell() -> None:
-    global _said
-    if not _said:
-        _said = True
+    if notices.is_first(REASON):
         _log.warning("a call runs by eager: %s", REASON)

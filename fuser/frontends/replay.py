@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuser import targets
-from fuser.frontends.bodies import for_eager, put_call
+from fuser.frontends.bodies import for_eager, put_call, with_bodies
 from fuser.passes.checking import copied
 from fuser.passes.randomness import Draw, drawn_again, draws_numbers, packet_name, seeds_again
 from fuser.runtime import launcher
@@ -239,15 +239,9 @@ def without_marks(gm: fx.GraphModule) -> fx.GraphModule:
     keeps the history of the tensors that it saves.
     """
     gm = for_eager(gm)
-    inner = {n: m for n, m in gm.named_children() if isinstance(m, fx.GraphModule)}
-    made = {n: without_marks(m) for n, m in inner.items()}
-    marked = [n for n in gm.graph.nodes if n.op == "call_function" and str(n.target) in (_OWN, _CHECKPOINT)]
-    if not marked and all(made[n] is m for n, m in inner.items()):
+    found = with_bodies(gm, without_marks, lambda n: n.op == "call_function" and str(n.target) in (_OWN, _CHECKPOINT))
+    if found is gm:
         return gm
-    found = fx.GraphModule(gm, copied(gm.graph))
-    for name, body in made.items():
-        if hasattr(found, name):
-            setattr(found, name, body)
     for node in list(found.graph.nodes):
         if node.op == "call_function" and str(node.target) == _OWN:
             node.target = applied

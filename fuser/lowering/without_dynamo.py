@@ -23,29 +23,21 @@ from fuser import forks
 
 _ATTRIBUTE = "__dynamo_disable"
 _MODULES = (torch._refs, torch._refs.nn.functional, torch._refs.special)
-_lock = forks.lock()
-_inside = 0
 
 
 @contextlib.contextmanager
 def without_dynamo() -> Iterator[None]:
     """In this block, torch's references run without importing Dynamo; no effect if it is imported already."""
-    global _inside
     if "torch._dynamo" in sys.modules:
         yield
         return
-    with _lock:
-        _inside += 1
-        if _inside == 1:
-            for plain in _wrapped():
-                plain.__dict__.setdefault(_ATTRIBUTE, plain)
-    try:
+    with SHARED.block():
         yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if _inside == 0:
-                _restore()
+
+
+def _mark() -> None:
+    for plain in _wrapped():
+        plain.__dict__.setdefault(_ATTRIBUTE, plain)
 
 
 def _restore() -> None:
@@ -54,13 +46,7 @@ def _restore() -> None:
             del plain.__dict__[_ATTRIBUTE]
 
 
-@forks.in_child
-def _after_fork() -> None:
-    """Restore in a forked child, where the parent's threads in the block do not exist."""
-    global _inside
-    if _inside:
-        _inside = 0
-        _restore()
+SHARED = forks.Shared(_mark, _restore)
 
 
 @functools.cache

@@ -91,7 +91,7 @@ def own_operator(name: str) -> torch._ops.OpOverload:
 
 def is_dead_dropout(call: Call) -> bool:
     """Whether a dropout returns its argument."""
-    return call.name == "dropout" and (call.arg(2, "training", True) is False or call.arg(1, "p", 0.5) == 0)
+    return call.name == "dropout" and (call.arg(2, "training", default=True) is False or call.arg(1, "p", 0.5) == 0)
 
 
 def value_of(node: Any) -> torch.Tensor | None:
@@ -160,6 +160,16 @@ def emit(graph: fx.Graph, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
     with mode, torch.no_grad():
         node.meta["example_value"] = function(*values, **named)
     return node
+
+
+def erase_unread(node: fx.Node) -> None:
+    """Erase a call without readers, and its inputs that had no other reader."""
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        if node.op == "call_function" and not node.users and not node._erased:
+            todo += node.all_input_nodes
+            node.graph.erase_node(node)
 
 
 def put_for(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:

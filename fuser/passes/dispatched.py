@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,26 +30,7 @@ RESIZING = (
     "_upsample_lanczos2d_aa",
 )  # fmt: skip
 WHOLE = ("multilabel_margin_loss_forward",)  # torch's replacement counts labels behind the end of a row
-_lock = forks.lock()
-_inside = 0
 _before: dict[Any, dict[Any, Callable[..., Any]]] = {}  # an overload's own functions, while others replace them
-
-
-@contextlib.contextmanager
-def in_fast_forms() -> Iterator[None]:
-    """In this block, tracing records these operators as faster calls. Several threads may be in such blocks."""
-    global _inside
-    with _lock:
-        if not _inside:
-            _replace()
-        _inside += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside = max(_inside - 1, 0)  # 0 already in a child that was forked inside this block
-            if not _inside:
-                _put_back()
 
 
 def _replace() -> None:
@@ -84,12 +65,12 @@ def _put_back() -> None:
     _before.clear()
 
 
-@forks.in_child
-def _after_fork() -> None:
-    """Restore the kernels in a forked child, where no other thread traces."""
-    global _inside
-    _inside = 0
-    _put_back()
+_SHARED = forks.Shared(_replace, _put_back)
+
+
+def in_fast_forms() -> contextlib.AbstractContextManager[None]:
+    """A block in which tracing records these operators as faster calls. Several threads may be in such blocks."""
+    return _SHARED.block()
 
 
 class _Resized:

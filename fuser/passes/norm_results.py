@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fuser import targets
 from fuser.canonical.schemas import is_pointwise
+from fuser.passes.calls import erase_unread
 from fuser.passes.classify import LIBRARY, after_tangents, is_read, is_view, op_name
 from fuser.passes.hints import is_contiguous, same
 from fuser.passes.rounded_factors import HALVES
@@ -210,14 +211,4 @@ def recompose_norms(forward: fx.GraphModule) -> None:
             out = graph.call_function(operator.getitem, (norm, 0))
         out.meta = dict(value.meta)
         value.replace_all_uses_with(out)
-        _erase(graph, value)
-
-
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a node without readers, and its inputs that had no other reader."""
-    todo = [node]
-    while todo:
-        n = todo.pop()
-        if n.op == "call_function" and not n.users and not n._erased:
-            todo += n.all_input_nodes
-            graph.erase_node(n)
+        erase_unread(value)

@@ -15,6 +15,7 @@ from torch import fx
 
 from fuser.canonical.mutation import in_place_twin
 from fuser.lazy_dataclasses import dataclass
+from fuser.passes.calls import erase_unread
 from fuser.passes.classify import MARK, WRITTEN, base_of, is_view, is_write_back
 from fuser.passes.hints import is_dense, numel_hint
 from fuser.passes.scatters import IN_PLACE, is_small_part
@@ -217,12 +218,7 @@ def _emit(
         new.meta = {**(write.node if in_place else copy).meta, "val": target.meta["val"]}
         if in_place:
             new.meta[MARK] = True
-    dead = [copy]
-    while dead:
-        node = dead.pop()
-        if node.op == "call_function" and not node.users and not node._erased:
-            dead += node.all_input_nodes
-            graph.erase_node(node)
+    erase_unread(copy)
 
 
 def _viewed(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fuser import notices
 from fuser.frontends import higher_order
 from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
 from tests.versions import IS_OLD
@@ -34,7 +35,7 @@ def penalty(f, *args):
 
 
 def test_gradient_penalty_is_eagers_and_is_said(caplog, monkeypatch):
-    monkeypatch.setattr(higher_order, "_said", False)
+    monkeypatch.setattr(notices, "_logged", {})
     f = compiled(waves)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -85,6 +85,21 @@ def test_every_lock_of_a_module_or_of_its_objects_is_known():
     assert len(found) > 8
 
 
+def test_a_child_of_a_shared_block_has_the_change_again():
+    """Whoever leaves a block that a fork ended already has not left another."""
+    changed = []
+    shared = forks.Shared(lambda: changed.append(True), changed.clear)
+    with shared.block():
+        shared.after_fork()  # as in a child of this thread
+        assert not changed
+    for _ in range(2):
+        with shared.block():
+            assert changed == [True]
+            with shared.block():
+                assert changed == [True]
+        assert not changed
+
+
 # Every lock is held, a kernel, a launcher and a prepared group are being made, and a folder is in use: as at the worst
 # moment of a fork. `child` then does all of it anew.
 WORST = """
@@ -129,7 +144,7 @@ assert ready.wait(300)
 child = os.fork()
 if not child:
     toolchain.compile_library = make
-    assert without_dynamo._inside == 0
+    assert without_dynamo.SHARED.blocks == 0
     assert future.done() and later.done() and "forked" in future.result()
     assert fuser.prepare(unmade, [x]).result(300) is None
     assert fuser.prepare(prepared, [x]).result(300) is None
