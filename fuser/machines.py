@@ -44,7 +44,7 @@ class Machine:
     masks: loads and stores parts of a register under a byte mask, as `cpu/bits.py` does.
     dots: adds products of bytes to words in one instruction (VNNI).
     bf16_dots: adds products of pairs of bfloat16 to float32 sums in one instruction.
-    past_cache: x86-64's instruction for non-temporal stores of a register; "" is none.
+    past_cache: x86-64's instructions that load a register and store it past the cache; () is none.
     prefetches: whether software prefetches pay.
     vector_math: the vector function variants, by letter and doubles, that its compilers call (x86-64's vector ABI).
     sve_bits: the register length if it depends on the processor (SVE), else 0.
@@ -65,7 +65,7 @@ class Machine:
     masks: bool = False
     dots: bool = False
     bf16_dots: bool = False
-    past_cache: str = ""
+    past_cache: tuple[str, ...] = ()
     prefetches: bool = True
     vector_math: tuple[tuple[str, int], ...] = ()
     sve_bits: int = 0
@@ -109,14 +109,15 @@ ROWS: tuple[Machine, ...] = (
         "avx512", _X86, needs=_AVX2_NEEDS | set(_AVX512),
         flags=(*_AVX2_FLAGS, *(f"-m{name}" for name in _AVX512), "-mprefer-vector-width=512"),
         vector_bytes=64, registers=32, fma=True, gathers=True, wide_casts=True, half_casts=True, lanes="avx512",
-        masks=True, past_cache="vmovntps", vector_math=(("b", 2), ("c", 4), ("d", 4), ("e", 8)), parts=_AVX512_PARTS,
+        masks=True, past_cache=("vmovups", "vmovntps"), vector_math=(("b", 2), ("c", 4), ("d", 4), ("e", 8)),
+        parts=_AVX512_PARTS,
     ),
     Machine(
         "avx2", _X86, needs=_AVX2_NEEDS, flags=_AVX2_FLAGS,
-        vector_bytes=32, fma=True, gathers=True, half_casts=True, lanes="avx2", past_cache="vmovntps",
+        vector_bytes=32, fma=True, gathers=True, half_casts=True, lanes="avx2", past_cache=("vmovups", "vmovntps"),
         vector_math=(("b", 2), ("c", 4), ("d", 4)),
     ),
-    Machine("sse4.2", _X86, needs=_SSE_NEEDS, flags=_SSE_FLAGS, past_cache="movntps"),
+    Machine("sse4.2", _X86, needs=_SSE_NEEDS, flags=_SSE_FLAGS, past_cache=("movups", "movntps")),
     *(
         Machine(
             f"sve{bits}", "aarch64", needs=frozenset({"asimd", "sve"}), sve_bits=bits,

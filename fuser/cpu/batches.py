@@ -101,7 +101,7 @@ class Batch:
             for n in fresh:
                 out.set(self._held(n), f"t{n}")
         self.known += fresh
-        out.statements[spot:spot] = [ir.Scratch(rows.facts.kind(n), f"t{n}s", (ROWS,), 0, False) for n in fresh]
+        out.statements[spot:spot] = [ir.Scratch(rows.facts.kind(n), f"t{n}s", (ROWS,), 0, zero=False) for n in fresh]
 
     def takes_apart(self, before: Sequence[int]) -> bool:
         """Whether scalars before a pass are computed in a vectorised loop: there are some, and none calls a library.

@@ -22,10 +22,10 @@ from fuser.cpu.records import Function, Generated
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.calls import SCANNED
-from fuser.ir.sizes import ONE, Expr, coefficient, minimum, product
+from fuser.ir.sizes import ONE, Expr, coefficient, minimum, product, rows_in
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import CPP_TYPES
-from fuser.scheduler.kernel_plan import Store, address_rows
+from fuser.scheduler.kernel_plan import Store
 
 BLOCK = 512  # elements of a row: a block of computed values fits into the first level cache
 LONG = 1 << 18  # elements of a row that is cut into chunks, whose totals are added up first
@@ -117,7 +117,7 @@ class _Block:
     def _is_memory(self, buffer: str, address: Expr, dtype: torch.dtype) -> bool:
         """Whether a block of `dtype` is contiguous in a buffer."""
         facts = self.rows.facts
-        plain = not any(map(facts.is_full, address_rows(address)))
+        plain = not any(map(facts.is_full, rows_in(address)))
         same = not facts.checked and facts.dtypes[buffer] is dtype
         return same and coefficient(address, self.scan.axis.sym) == ONE and plain
 

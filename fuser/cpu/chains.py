@@ -30,7 +30,7 @@ SIDE_BY_SIDE = 4  # chains of a unit
 SIDE_BY_SIDE_FROM = 25  # elements of a row: processors overlap several shorter rows by themselves
 FEW_ROWS, LONG = 16, 1 << 15  # rows are cut if there are fewer and they are longer
 FILLED_COST, FILLED = 8, 256  # element's operations from which lanes compute blocks; a block's elements
-LEAST_CHUNK, MOST_CHUNKS = 4096, 64
+LEAST_CHUNK, MOST_CHUNKS = 4096, 64  # elements of a chunk; chunks of a row
 Pass = Callable[[Scan, str, Expr, bool], Function]  # of the scan, a suffix, chunks, whether it stores
 
 

@@ -7,7 +7,6 @@ than the weight's row fills registers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Set
 from dataclasses import replace
 
@@ -26,10 +25,10 @@ from fuser.machines import Machine
 from fuser.scheduler.kernel_plan import KernelPlan
 
 COLUMNS = 16  # of a unit
-MOST_ROWS = 8
+MOST_ROWS = 8  # of `x`: a product of more rows is no contraction
 IN_ORDER_ROWS, IN_ORDER_BYTES = 4, 1 << 14  # of `x`, up to which the weight is read in memory order, without prefetches
 WHOLE_BYTES, PART_BYTES = 24 << 10, 8 << 10  # of rows of `x` that the first-level cache keeps; of parts of longer rows
-_CALL = re.compile(r"fuser_dot_(f32|bf16)_(\d+)$")
+_HELPERS = {f"fuser_dot_{dtype}_{rows}": (dtype, rows) for dtype in ELEMENTS for rows in range(1, MOST_ROWS + 1)}
 
 
 def whole(facts: Facts) -> Function:
@@ -113,8 +112,8 @@ BLOCKS
 
 
 def helpers(uses: Set[str], machine: Machine) -> str:
-    """The functions `fuser_dot_<dtype>_<rows>` that are used."""
-    calls = sorted((m[1], int(m[2])) for m in map(_CALL.match, uses) if m)
+    """The functions of `_HELPERS` that are used."""
+    calls = sorted(call for name, call in _HELPERS.items() if name in uses)
     if not calls:
         return ""
     lanes = machine.vector_bytes // 4
@@ -153,7 +152,7 @@ def _function(dtype: str, rows: int, machine: Machine) -> str:
     blocks = "\n".join(_parts(dtype, rows, width, machine))
     unroll = min(4, machine.registers // (2 * rows))
     if rows <= IN_ORDER_ROWS and unroll > 1 and not machine.prefetches:
-        in_order = "\n".join(_block(dtype, rows, width, 1, unroll, False))
+        in_order = "\n".join(_block(dtype, rows, width, 1, unroll, ahead=False))
         blocks = f"  if (sizeof(*x) * inner * ROWS <= {IN_ORDER_BYTES}) {{\n{in_order}\n  }} else {{\n{blocks}\n  }}"
     words = {"BLOCKS": blocks, "NAME": dtype, "TYPE": ELEMENTS[dtype], "ROWS": rows, "COLUMNS": COLUMNS}
     words |= {"LANES": lanes, "WIDTH": width}

@@ -65,7 +65,7 @@ class Facts:
     def machine(self) -> Machine:
         """The machine that runs the code; if offsets are checked, without what takes addresses of memory."""
         own = self.bindings.machine
-        return replace(own, lanes="", masks=False, past_cache="", prefetches=False) if self.checked else own
+        return replace(own, lanes="", masks=False, past_cache=(), prefetches=False) if self.checked else own
 
     @property
     def checked(self) -> bool:

@@ -70,7 +70,7 @@ def functions_for(
     functions: list[codegen.Function] = []
     for made in _generated(plan, bindings, comment):
         for p in made.partials:
-            builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), False)
+            builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), output=False)
         functions += made.functions
     steps = [builder.step(f.name, f.units, f.work, f.scratch) for f in functions]
     return functions, builder.finish(steps, plan.buffers, single)

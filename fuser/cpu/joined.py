@@ -22,9 +22,9 @@ from fuser.cpu.reduction import Reducing, decided, kept_rows, row_buffers, whole
 from fuser.cpu.split import combine_function
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import Row, row_exprs
-from fuser.ir.sizes import ZERO, Expr, expr, floordiv, maximum, minimum, product
+from fuser.ir.sizes import ZERO, Expr, expr, floordiv, maximum, minimum, product, rows_in
 from fuser.ops import CPP_TYPES, REDUCTIONS
-from fuser.scheduler.kernel_plan import KernelPlan, Reduce, Store, address_rows
+from fuser.scheduler.kernel_plan import KernelPlan, Reduce, Store
 from fuser.scheduler.plan import phases_of
 from fuser.scheduler.together import Joined
 
@@ -49,7 +49,7 @@ def fits(joined: Joined) -> bool:
 def _looks_up(plan: KernelPlan) -> bool:
     """Whether a plan has computed indices, which may be out of range."""
     addresses = [*(e for row in plan.rows for e in row_exprs(row)), *(s.address for s in plan.stores)]
-    return any(row.op == "indirect" for row in plan.rows) or any(map(address_rows, addresses))
+    return any(row.op == "indirect" for row in plan.rows) or any(map(rows_in, addresses))
 
 
 def _is_plain_sum(plan: KernelPlan, r: Reduce) -> bool:

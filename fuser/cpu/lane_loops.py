@@ -42,9 +42,9 @@ class LaneLoop:
         for n in lanes.loads:
             row, part = self.plan.rows[n], rows.places.get(n)
             first = part.value if part is not None else ir.Name(row.buffer)[rows.index(row.address)]
-            self._pointer(f"from{n}", self.facts.dtypes[row.buffer], first, True)
+            self._pointer(f"from{n}", self.facts.dtypes[row.buffer], first, const=True)
         for n in (n for n in lanes.rows if n in lanes.found):
-            self._pointer(f"from{n}", lanes.float, rows.kept(n), True)
+            self._pointer(f"from{n}", lanes.float, rows.kept(n), const=True)
         for number, s in enumerate(lanes.stores):
             self._pointer(f"into{number}", self.facts.dtypes[s.buffer], rows.target(s))
         for n in lanes.fresh:

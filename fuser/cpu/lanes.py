@@ -21,7 +21,7 @@ from fuser.ops import LOW, has_lanes
 from fuser.scheduler.kernel_plan import Store
 from fuser.scheduler.nodes import row_cost
 
-VECTORS, FEWER = 4, 2
+VECTORS, FEWER = 4, 2  # vectors of a turn of a costly loop; the same of one with `MANY_ROWS` or more
 MANY_ROWS = 60
 COSTLY = 9  # operations of a function that alone is worth explicit vectors
 SHORT = 256  # elements of a row, of which the tail takes much of the time of g++'s loops

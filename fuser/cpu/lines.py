@@ -58,7 +58,7 @@ def in_vectors(rows: Rows, lanes: Lanes) -> None:
         out.var("i64", "turns", 0)
     for axis in around:
         out.open(ir.For(axis.sym.name, ir.Number(0), ir.Name(f"n_{axis.sym.name}")))
-    with tiles(rows, lanes.phase, 0, f"n_{facts.v}", True) as ends:
+    with tiles(rows, lanes.phase, 0, f"n_{facts.v}", vectors=True) as ends:
         open_elements(rows, *ends)
         loop.open()
         loop.open_row()
@@ -71,7 +71,7 @@ def in_vectors(rows: Rows, lanes: Lanes) -> None:
         out.close()
     loop.close_sums(kept)
     if around:
-        acc.flush(out, mine, False)
+        acc.flush(out, mine, goes_on=False)
     for a in others:
         loop.fold(a)
 
@@ -94,7 +94,7 @@ def _in_groups(loop: LaneLoop, mine: Sequence[Accumulator], around: bool) -> Non
             out.open(ir.If((turns >= acc.SHORT_FLUSH) | (k < length)))
             out.set(turns, 0)
         loop.close_sums(mine, around)
-        acc.flush(out, mine, False)
+        acc.flush(out, mine, goes_on=False)
         if around:
             out.close()
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from fuser.cpu.facts import Facts, size, storage_type
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
-from fuser.ir.sizes import LOOP, ONE, Expr, Sym, coefficient, expr, substitute, symbol, symbols
-from fuser.scheduler.kernel_plan import Axis, address_rows
+from fuser.ir.sizes import LOOP, ONE, Expr, Sym, coefficient, expr, rows_in, substitute, symbol, symbols
+from fuser.scheduler.kernel_plan import Axis
 
 ROWS_AHEAD = 8  # distance of prefetches, in rows of a tile or of a block of columns
 PIECE = 4096  # elements of a row's piece up to which the next piece is prefetched
@@ -119,7 +119,7 @@ def look_ahead(rows: Rows, phase: int) -> list[str]:
         row = facts.plan.rows[n]
         if row.op != "load" or row.args or coefficient(row.address, v) != ONE:
             continue
-        found = address_rows(row.address)
+        found = rows_in(row.address)
         if not found or any(map(facts.is_full, found)):
             continue
         to, unit = ir.Name(f"ahead{len(ahead)}"), facts.kept_axes[0].sym.name

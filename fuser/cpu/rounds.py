@@ -13,9 +13,9 @@ import torch
 
 from fuser.cpu.facts import Facts
 from fuser.ir.loop_body import map_exprs, row_exprs
-from fuser.ir.sizes import ZERO, Expr, Sym, coefficient, expr, floordiv, maximum, mod, substitute, symbols
+from fuser.ir.sizes import ZERO, Expr, Sym, coefficient, expr, floordiv, maximum, mod, rows_in, substitute, symbols
 from fuser.lazy_dataclasses import dataclass
-from fuser.scheduler.kernel_plan import Axis, KernelPlan, address_rows
+from fuser.scheduler.kernel_plan import Axis, KernelPlan
 from fuser.scheduler.plan import FEW, phases_of
 
 LONGEST = 64  # elements of a row; longer rows fill vectors by themselves
@@ -47,7 +47,7 @@ def going_round(facts: Facts) -> Facts | None:
     plan = facts.plan
     if facts.checked or plan.ordered is not None or plan.reductions:
         return None
-    if any(row.op == "indirect" or any(map(address_rows, row_exprs(row))) for row in plan.rows):
+    if any(row.op == "indirect" or any(map(rows_in, row_exprs(row))) for row in plan.rows):
         return None
     for pair in _pairs(plan, facts.machine.vector_bytes // 4):
         tables = _tables(plan, pair)
@@ -109,7 +109,7 @@ def _flat(plan: KernelPlan, pair: _Pair) -> KernelPlan:
 
     size, hint = pair.outer.size * pair.inner.size, pair.outer.hint * pair.inner.hint
     axes = [a for a in plan.axes if a not in (pair.outer, pair.inner)]
-    axes.append(Axis(flat, size, False, hint))
+    axes.append(Axis(flat, size, reduced=False, hint=hint))
     rows = tuple(map_exprs(row, moved) if row_exprs(row) else row for row in plan.rows)
     phases, varies = phases_of(axes, rows, [])
     stores = tuple(replace(s, address=moved(s.address)) for s in plan.stores)

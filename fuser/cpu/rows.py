@@ -12,9 +12,9 @@ from fuser.cpu.float_rows import bits_of
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.builder import Builder
 from fuser.ir.loop_body import Row
-from fuser.ir.sizes import LOOP, Expr, expr, substitute, symbol
+from fuser.ir.sizes import LOOP, Expr, expr, rows_in, substitute, symbol
 from fuser.lazy_dataclasses import dataclass
-from fuser.scheduler.kernel_plan import Reduce, Store, address_rows
+from fuser.scheduler.kernel_plan import Reduce, Store
 
 Ends = tuple[ir.Value, ir.Value]  # the first index of a loop, and the one after its last
 Fold = Callable[[Reduce], None]  # writes how a reduction takes its value at one point
@@ -97,7 +97,7 @@ class Rows:
         """The element in memory that the load `n` reads."""
         row = self.plan.rows[n]
         dtype, at = self.facts.dtypes[row.buffer], self.index(row.address)
-        if dtype.itemsize < 4 and any(map(self._is_of_lanes, address_rows(row.address))):
+        if dtype.itemsize < 4 and any(map(self._is_of_lanes, rows_in(row.address))):
             return ir.Gather(storage_type(dtype), ir.Name(row.buffer), at)
         return ir.Name(row.buffer)[at]
 
@@ -289,7 +289,7 @@ class Rows:
 
     def in_scratch(self, kind: str, name: str, at: ir.Value) -> None:
         """Declare a pointer into the function's scratch memory, `at` bytes from its start."""
-        self.out.add(ir.Pointer(kind, name, ir.Name("scratch") + at, False))
+        self.out.add(ir.Pointer(kind, name, ir.Name("scratch") + at, const=False))
 
     # -- loops ---------------------------------------------------------------------------------------------------------
     def simd(self, name: str, low: ir.Like, high: ir.Like, checks: bool = True) -> ir.For:

@@ -23,12 +23,12 @@ from fuser.ops import OPS
 
 SHORTEST = 8  # fewest elements of the vector axis
 SHORTEST_OF_STEPS = 16  # the same for strided loads under conditions
-MOST_CUTS = 6
+MOST_CUTS = 6  # of a loop, which is written once for each segment
 MOST_CUTS_AROUND = 24  # of a loop with many selects by conditions; g++ vectorises masked loads without cuts
 # Selects of values other than 0 by conditions of a segment. g++ makes a loop for each combination of a few such
 # conditions, and vectorises none for more. A masked load costs less than the overhead of a short segment.
 MANY_FILLS, FEW_FILLS = 4, 2
-MANY_LOADS = 4
+MANY_LOADS = 4  # under conditions, from which a loop over a short row stays whole, with masks
 MANY_CONDITIONS = 4  # of selects and loads, from which a second loop is written for their usual values
 SHORT_OF_FILLS, SHORT_OF_LOADS = 80, 40  # elements of a vector axis up to which such a loop is not cut
 

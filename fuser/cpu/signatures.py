@@ -80,8 +80,8 @@ class Signature:
         steps = self._contiguous(sizes) if strides is None else strides
         own, along = (tuple(self._code(self._expr(d)) for d in dims) for dims in (sizes, steps))
         self._outputs.append(("buffer", len(self._buffers)))
-        self._buffers.append(BufferPattern(dtype, own, along, True))
-        self._point(name, dtype, True)
+        self._buffers.append(BufferPattern(dtype, own, along, output=True))
+        self._point(name, dtype, written=True)
 
     def opening(self, entry: str) -> str:
         """The first lines of the C++ function: its head, and a constant or pointer of each name."""

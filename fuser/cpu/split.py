@@ -21,7 +21,7 @@ from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import Expr, expr, floordiv, minimum, product, symbol
 from fuser.ops import CPP_TYPES
 
-CHUNK, COLUMN_CHUNK, MOST_CHUNKS = 4096, 32, 64
+CHUNK, COLUMN_CHUNK, MOST_CHUNKS = 4096, 32, 64  # least elements of a chunk of a row, and of columns; most chunks
 COMBINED = 64  # columns of a block whose partial results are combined; small, so many threads get blocks
 
 

@@ -52,8 +52,7 @@ def stream_helper(uses: Set[str], machine: Machine) -> str:
     """C++ of the function that copies tiles, if it is used."""
     if "fuser_stream" not in uses:
         return ""
-    store, span, width = machine.past_cache, machine.line_bytes, machine.vector_bytes
-    load = store.replace("movntps", "movups")
+    (load, store), span, width = machine.past_cache, machine.line_bytes, machine.vector_bytes
     places = range(0, span, width)
     moves = " ".join(f"{load} {at}(%%rsi), %[line]; {store} %[line], {at}(%%rdi);" for at in places)
     return filled(_STREAM_HELPER, {"FEW": _FEW, "MOVES": moves, "LAST": span - 1, "SPAN": span, "WIDTH": width})

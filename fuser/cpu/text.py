@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fuser.ir.ranges import NO_LOOPS, Extents, is_nonnegative
-from fuser.ir.sizes import INDIRECT, Call, Expr, Sym
+from fuser.ir.sizes import Call, Expr, Sym
 
 FLOOR_HELPERS = """\
 static inline i64 floor_div(i64 a, i64 b) {
@@ -30,7 +30,7 @@ static inline i64 place_mod(i64 a, i64 b) { return a - place_div(a, b) * b; }
 
 def cpp_name(s: Sym) -> str:
     """The C++ variable of a symbol; for a computed index, that of the row that computes it."""
-    return f"t{s.name[1:]}" if s.kind == INDIRECT else s.name
+    return s.name if s.row is None else f"t{s.row}"
 
 
 def cpp_expr(

@@ -17,7 +17,7 @@ import torch
 
 from fuser.cuda.attention_rows import ROLES, ScoreRows, behind
 from fuser.cuda.layout import Context, Dim, Layout, blocks
-from fuser.cuda.nest import Function, Nest
+from fuser.cuda.nest import PROGRAM, Function, Nest
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import Expr, expr
 from fuser.lazy_dataclasses import dataclass
@@ -25,7 +25,7 @@ from fuser.scheduler.kernel_plan import Axis
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2E = math.log2(math.e)
-LONGEST_HEAD = 256
+LONGEST_HEAD = 256  # elements: a tile of queries has whole heads
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ class AttentionNest(Nest):
         q, k = operands["q"], operands["k"]
         sizes = {"b": q.size[0], "h": q.size[1], "q": q.size[2], "k": k.size[2]}
         self.sizes = sizes
-        axes = {role: Axis(a.sym, sizes[role], False, ctx.hint(sizes[role])) for role, a in rows.axes.items()}
+        hints = {role: ctx.hint(size) for role, size in sizes.items()}
+        axes = {role: Axis(a.sym, sizes[role], reduced=False, hint=hints[role]) for role, a in rows.axes.items()}
         self.axis = {role: a.sym.name for role, a in axes.items()}
         self.y = Dim([axes["q"]], tile.queries, "y")
         self.x = Dim([axes["k"]], tile.keys, "x")
@@ -174,8 +175,8 @@ class AttentionNest(Nest):
 
     def base(self, label: str, o: Operand, b: str, h: str) -> None:
         """Declare `{label}p`, the address of the matrix of batch `b` and head `h`."""
-        self.out.add(f"{label}p = {self.params.pointer(o.name)} + {b} * {self.stride(o, 0, True)}"
-                     f" + {h} * {self.stride(o, 1, True)}")  # fmt: skip
+        self.out.add(f"{label}p = {self.params.pointer(o.name)} + {b} * {self.stride(o, 0, matters=True)}"
+                     f" + {h} * {self.stride(o, 1, matters=True)}")  # fmt: skip
 
     def of_keys(self, b: str, h: str) -> tuple[str, str]:
         """The batch and head of keys that belong to batch `b` and head `h` of queries."""
@@ -194,7 +195,7 @@ class AttentionNest(Nest):
     def store_tile(self, label: str, o: Operand, rows: str, dim: Dim, value: str, after: str = "") -> None:
         """Store `value`, followed by the operator `after`, as a tile of the matrix `{label}p`."""
         for part in self.parts(o):
-            at, mask = self._place(o, rows, dim, False, part)
+            at, mask = self._place(o, rows, dim, turned=False, part=part)
             stored = self.like(o, f"({value}{part.suffix}{after})")
             self.out.add(f"tl.store({label}p + ({at}), {stored}{f', {mask}' if mask else ''})")
 
@@ -214,7 +215,7 @@ class AttentionNest(Nest):
         column = f"({column} + {part.first})" if part.first else column
         masks = [] if dim.name in self.whole else [f"({rows} < {self.size(dim.size)}){first}"]
         masks += [] if part.padded == part.width else [f"({column} < {self.width(o)})"]
-        at = f"{rows}{first} * {self.stride(o, 2, True)} + {column} * {self.stride(o, 3, True)}"
+        at = f"{rows}{first} * {self.stride(o, 2, matters=True)} + {column} * {self.stride(o, 3, matters=True)}"
         return at, " & ".join(masks)
 
     def number_of(self, label: str, o: Operand, dim: Dim, missing: str) -> None:
@@ -352,7 +353,7 @@ class AttentionNest(Nest):
         """Split the program's number into a block along `per`, a head and a batch."""
         wide = ".to(tl.int64)" if self.bits == 64 else ""
         n = self.params.number(blocks(per.size, per.block), self.bits, "n_blocks")
-        self.out.add(f"pid = tl.program_id(0){wide}")
+        self.out.add(f"pid = {PROGRAM}{wide}")
         self.out.add(f"block = {f'{n} - 1 - ' if last_first else ''}pid % {n}")
         self.out.add(f"{h} = pid // {n} % {self.size(heads)}")
         self.out.add(f"{b} = pid // ({n} * {self.size(heads)})")
@@ -368,7 +369,7 @@ def write_forward(nest: AttentionNest) -> Function:
     rows, add = nest.rows, nest.out.add
     q, k, v, o = (nest.operands[n] for n in ("q", "k", "v", "out"))
     b, h = nest.axis["b"], nest.axis["h"]
-    nest.open_heads(nest.y, nest.sizes["h"], b, h, True)
+    nest.open_heads(nest.y, nest.sizes["h"], b, h, last_first=True)
     nest.open_dim_at(nest.y, f"block * {nest.tile.queries}")
     kb, kh = nest.of_keys(b, h)
     for label, operand, batch, head in (("q", q, b, h), ("k", k, kb, kh), ("v", v, kb, kh), ("o", o, b, h)):
@@ -382,7 +383,7 @@ def write_forward(nest: AttentionNest) -> Function:
 
     def body(masked: bool) -> None:
         nest.open_dim_at(nest.x, "start")
-        nest.load_tile("k", k, "xr", nest.x, True)
+        nest.load_tile("k", k, "xr", nest.x, turned=True)
         nest.inner("score", q, "q{}", "k{}")
         row = rows.masked if masked else rows.mod
         nest.put(nest.behind(row), set(known), "score")
@@ -424,7 +425,7 @@ def write_query_gradient(nest: AttentionNest) -> Function:
     rows = nest.rows
     q, k, v, g, dq = (nest.operands[n] for n in ("q", "k", "v", "grad", "dq"))
     b, h = nest.axis["b"], nest.axis["h"]
-    nest.open_heads(nest.y, nest.sizes["h"], b, h, True)
+    nest.open_heads(nest.y, nest.sizes["h"], b, h, last_first=True)
     nest.open_dim_at(nest.y, f"block * {nest.tile.queries}")
     kb, kh = nest.of_keys(b, h)
     pairs = (("q", q, b, h), ("g", g, b, h), ("dq", dq, b, h), ("k", k, kb, kh), ("v", v, kb, kh))
@@ -438,8 +439,8 @@ def write_query_gradient(nest: AttentionNest) -> Function:
 
     def body(masked: bool) -> None:
         nest.open_dim_at(nest.x, "start")
-        nest.load_tile("k", k, "xr", nest.x, True)
-        nest.load_tile("v", v, "xr", nest.x, True)
+        nest.load_tile("k", k, "xr", nest.x, turned=True)
+        nest.load_tile("v", v, "xr", nest.x, turned=True)
         nest.inner("score", q, "q{}", "k{}")
         nest.inner("above", v, "g{}", "v{}")
         _gradient_of_score(nest, masked, known)
@@ -456,7 +457,7 @@ def write_key_gradient(nest: AttentionNest) -> Function:
     rows, add = nest.rows, nest.out.add
     q, k, v, g, dk, dv = (nest.operands[n] for n in ("q", "k", "v", "grad", "dk", "dv"))
     b, h = nest.axis["b"], nest.axis["h"]
-    nest.open_heads(nest.x, k.size[1], "kb", "kh", False)
+    nest.open_heads(nest.x, k.size[1], "kb", "kh", last_first=False)
     nest.open_dim_at(nest.x, f"block * {nest.tile.keys}")
     for label, operand in (("k", k), ("v", v), ("dk", dk), ("dv", dv)):
         nest.base(label, operand, "kb", "kh")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from fuser.cuda.text import Guard
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Row, indirect_rows
-from fuser.ir.sizes import INDIRECT, Expr, Sym, coefficient, expr, substitute, symbols
+from fuser.ir.sizes import Expr, Sym, coefficient, expr, indirect, substitute, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered
 from fuser.lowering.inputs import TensorInput
@@ -125,7 +125,7 @@ def _without_checks(
         role, bound = given.get(source, ""), row.attr[0]
         if role in axes and hint(sizes[role]) <= hint(bound):
             guards["le", sizes[role], bound] = None
-            known[Sym(f"%{n}", INDIRECT)] = expr(axes[role].sym)
+            known[indirect(n)] = expr(axes[role].sym)
     if not known:
         return plan, ()
     rows = []

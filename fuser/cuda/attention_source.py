@@ -40,7 +40,7 @@ from fuser.scheduler.schedule import schedule
 STAND_INS = ("score", "b", "h", "q", "k", "gradient")
 _SIZES = (3, 5, 7, 11)  # sizes of the stand-ins; their strides tell them apart
 _STRIDES = (100003, 10007, 1009, 101)
-_LEAST_BLOCK = 16
+_LEAST_BLOCK = 16  # queries or keys: the smallest side of a product of tiles
 HEADS = ("q", "k", "v", "grad")  # tensors of shape [batch, heads, rows, elements of a head]
 
 
@@ -171,18 +171,18 @@ def _assembled(
     made = _results(lowered, operands, asked)
     wide = fused_kernel.is_wide(builder, [(o.size, o.stride) for o in made.values()])
     for o in made.values():
-        builder.add_buffer(o.name, o.dtype, o.size, o.stride, True)
-    context = Context(ctx.hint, lambda b: b not in unaligned, wide, False)
+        builder.add_buffer(o.name, o.dtype, o.size, o.stride, output=True)
+    context = Context(ctx.hint, lambda b: b not in unaligned, wide, rough=False)
     functions, guards = write(rows, context, operands | made, asked, graph.text, levels)
     for relation, a, b in guards:
         builder.guard(relation, a, b)
     used = {p.value for f in functions for p in f.params if p.kind == "pointer" and p.divisor > 1}
-    builder.align({str(b) for b in used if not str(b).startswith("out")})
+    builder.align({str(b) for b in used} - {o.name for o in made.values()})
     text = codegen.source_text(functions, graph.text)
     steps = fused_kernel.launches(builder, functions)
     outputs = [("buffer", o.name) for o in made.values()]
     final = dataclasses.replace(builder, lowered=Lowered(ctx, lowered.inputs, outputs))
-    program = final.finish(steps, made.values(), False)
+    program = final.finish(steps, made.values(), single=False)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def again(levels: Mapping[int, int], other: Any = None) -> fused_kernel.Source:

@@ -1,4 +1,4 @@
-"""One launch for many argument sets of a kernel: the same text, with arguments read from a table on the device.
+"""One launch for many argument sets of a kernel: the same body, with arguments read from a table on the device.
 
 The launcher writes the table, in 64-bit words: the number of each set's first program (`SETS` words; unused ones are
 larger than any program's number), then the arguments of each set, in order. A program finds its set by its number.
@@ -6,7 +6,6 @@ larger than any program's number), then the arguments of each set, in order. A p
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from fuser.cuda.nest import Function
@@ -23,8 +22,6 @@ _NAMES = {f"*{kind}": name for kind, name in (
 
 def batched(f: Function) -> Function:
     """The kernel `f` for up to `SETS` argument sets; its only parameter is the table."""
-    head, body = f.text.split("):\n", 1)
-    assert head.startswith("@triton.jit\ndef ") and "tl.program_id(1)" not in body
     lines = [
         "member_pid = tl.program_id(0)",
         "member = fuser_find_member(table, member_pid)",
@@ -32,10 +29,8 @@ def batched(f: Function) -> Function:
         f"member = table + {SETS} + member.to(tl.int64) * {len(f.params)}",
         *(f"{p.name} = {_argument(p, i)}" for i, p in enumerate(f.params)),
     ]
-    opened = "".join(f"    {line}\n" for line in lines)
-    body = re.sub(r"\btl\.program_id\(0\)", "member_pid", body)
-    name = f"{f.name}_each"
-    return replace(f, name=name, text=f"@triton.jit\ndef {name}(table):\n{opened}{body}", params=(TABLE,))
+    opening = "".join(f"    {line}\n" for line in lines)
+    return replace(f, name=f"{f.name}_each", opening=opening, number="member_pid", params=(TABLE,))
 
 
 def _argument(p: Param, i: int) -> str:

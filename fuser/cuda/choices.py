@@ -14,7 +14,7 @@ from fuser.contests import records
 from fuser.contests.records import MARGIN, Choice, choices, decide, remember
 from fuser.cuda import toolchain
 
-ROUNDS = 15
+ROUNDS = 15  # of a race: each runs every contestant once
 _FLUSH_BYTES = 1 << 28  # more than any cache
 _racing = forks.lock()  # kernels are compiled in many threads, but only one race runs at a time
 

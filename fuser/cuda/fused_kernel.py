@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import torch
 
+from fuser import notices
 from fuser.codegen.program import ProgramBuilder, entry_name
 from fuser.cuda import codegen, driver, tiles, toolchain
 from fuser.cuda.batch import batched
@@ -94,7 +95,7 @@ def generate(
     owners: list[int] = []
     for number, made in _written(plan, context, write, levels, comment):
         for p in made.partials:
-            builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), False, p.counters)
+            builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), output=False, counters=p.counters)
         for relation, a, b in made.guards:
             builder.guard(relation, a, b)
         functions += made.functions
@@ -266,7 +267,9 @@ def fitting(source: Source, capability: int) -> tuple[Source, tuple[driver.Entry
         if not bad or source.again is None:
             break
         for name, why in bad.values():
-            _log_once(f"kernel {name} of {source.name} {why}: smaller tiles are tried")
+            sentence = f"kernel {name} of {source.name} {why}: smaller tiles are tried"
+            if notices.is_first(sentence):
+                _log.info("%s", sentence)
         levels = {**levels, **{n: levels.get(n, 0) + 1 for n in bad}}
         source = source.again(levels, None)
     (over, _), source, entries = min(tried, key=lambda t: t[0])
@@ -274,11 +277,6 @@ def fitting(source: Source, capability: int) -> tuple[Source, tuple[driver.Entry
         name, why = next((e.name, w) for e in entries if (w := why_unfit(e, capability)) is not None)
         raise CompileError(f"kernel {name} of {source.name} {why}, with the smallest tiles too")
     return source, entries
-
-
-@functools.cache
-def _log_once(text: str) -> None:
-    _log.info("%s", text)
 
 
 def with_entries(program: LaunchProgram, entries: tuple[driver.Entry, ...]) -> LaunchProgram:

@@ -15,7 +15,7 @@ import torch
 from fuser.cuda import tiles
 from fuser.cuda.layout import Context, Dim, Layout, blocks, row_class
 from fuser.cuda.looped import write_function
-from fuser.cuda.nest import Function, Nest
+from fuser.cuda.nest import PROGRAM, Function, Nest
 from fuser.cuda.split import CHUNK, Partial, combine_plan
 from fuser.cuda.text import Guard
 from fuser.ir.loop_body import indirect_rows
@@ -86,7 +86,7 @@ class _Walking:
         """The complete kernel."""
         nest, out = self.nest, self.out
         rows, columns = nest.layout.dims
-        out.add(f"{CHUNK.name} = tl.program_id(0){'.to(tl.int64)' if nest.bits == 64 else ''}")
+        out.add(f"{CHUNK.name} = {PROGRAM}{'.to(tl.int64)' if nest.bits == 64 else ''}")
         nest.open_dim(columns, "")
         self.rows(hoisted=True)
         for r in self.columns:

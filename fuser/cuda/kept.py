@@ -76,7 +76,7 @@ def describe(kernel: FusedKernel) -> dict[str, Any] | None:
 
 def _encode(f: Function) -> list[Any]:
     params = [[p.name, p.kind, p.type, p.divisor] for p in f.params]
-    return [f.name, f.text, params, f.warps, f.checked, f.stages, f.registers, list(f.helpers)]
+    return [f.name, f.body, params, f.warps, f.checked, f.stages, f.registers, list(f.helpers)]
 
 
 def restore(kept: Mapping[str, Any], folder: pathlib.Path | None) -> driver.Library | None:
@@ -122,9 +122,9 @@ def _batched(kept: Sequence[Any], name: str, numerics: str, capability: int) -> 
     from fuser.ir.sizes import ONE
 
     functions = [
-        Function(f, text, ONE, ONE, tuple(Param(p, kind, p, type_, divisor) for p, kind, type_, divisor in params),
+        Function(f, body, ONE, ONE, tuple(Param(p, kind, p, type_, divisor) for p, kind, type_, divisor in params),
                  warps, checked, stages, registers, tuple(helpers))
-        for f, text, params, warps, checked, stages, registers, helpers in kept
+        for f, body, params, warps, checked, stages, registers, helpers in kept
     ]  # fmt: skip
     return fused_kernel.batched_entries(functions, name, numerics, capability)
 

@@ -175,7 +175,7 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
     else:
         tile = tiles.persistent_row(ctx.hint(n), max(loads, 1), _persistent_table(plan, loads), narrowest(plan))
         again = tiles.LOOPED_ROW_DOUBLE if _reduces_double(plan) else tiles.LOOPED_ROW_AGAIN
-        looped = tiles.LOOPED_ROW if _passes(plan, True) == 1 else again
+        looped = tiles.LOOPED_ROW if _passes(plan, online=True) == 1 else again
         least = tiles.SHORTEST_ROW
         longest = tiles.PERSISTENT[-1][0]
     turned = column and _reads_rows(plan)  # transposed operands take twice the registers
@@ -259,7 +259,7 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
         odd = vector.hint % tiles.DIVISORS[0] != 0 and vector.hint >= tiles.TRANSPOSED_ODD.inner
         plain = tiles.TRANSPOSED_ODD if odd else tiles.TRANSPOSED
         fitting = tiles.fitted(tiles.shrunk(plain, ctx.smaller + several), across.hint, vector.hint)
-        tile = tiles.varied(fitting, ctx.variant, True)
+        tile = tiles.varied(fitting, ctx.variant, warps=True)
         rest = [a for a in others if a is not across]
         dims = [Dim([across], tile.outer, "y"), Dim([vector], tile.inner, "x")]
         return Layout(rest, dims, tile.warps, transposed=True)

@@ -15,7 +15,7 @@ import torch
 from fuser.cuda import fused_kernel
 from fuser.cuda.codegen import Generated
 from fuser.cuda.layout import Context, Dim, Layout, blocks
-from fuser.cuda.nest import Function, Nest
+from fuser.cuda.nest import PROGRAM, Function, Nest
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import Expr, product
@@ -162,7 +162,7 @@ class MatmulNest(Nest):
         y, x = self.layout.dims
         n_y = self.params.number(blocks(y.size, y.block), self.bits, "n_by")
         n_x = self.params.number(blocks(x.size, x.block), self.bits, "n_bx")
-        self.out.add("pid = tl.program_id(0)" + (".to(tl.int64)" if self.bits == 64 else ""))
+        self.out.add(f"pid = {PROGRAM}" + (".to(tl.int64)" if self.bits == 64 else ""))
         if self.layout.scalars:
             self.out.add(f"rest = pid // ({n_y} * {n_x})")
             self.out.add(f"pid = pid % ({n_y} * {n_x})")
@@ -185,9 +185,9 @@ class MatmulNest(Nest):
     def add_up(self) -> None:
         """Emit the loop along the inner axis, with a float32 total."""
         add = self.out.add
-        n = self.params.number(self.inner.size, self.bits, "n_k", True)
-        by_a = self.params.number(self.inner.a, self.bits, "s_ak", True)
-        by_b = self.params.number(self.inner.b, self.bits, "s_bk", True)
+        n = self.params.number(self.inner.size, self.bits, "n_k", matters=True)
+        by_a = self.params.number(self.inner.a, self.bits, "s_ak", matters=True)
+        by_b = self.params.number(self.inner.b, self.bits, "s_bk", matters=True)
         rows = self.plan.rows
         wide = ".to(tl.int64)" if self.bits == 64 else ""
         add(f"k = tl.arange(0, {self.tile.inner}){wide}")

@@ -21,7 +21,7 @@ from fuser.cuda.text import Guard, Lines, Param, Params, triton_expr
 from fuser.cuda.windows import Windows, find_windows
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Row, is_checked
-from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, mod, product, symbols
+from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, mod, product, rows_in, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import (
     FLOAT8,
@@ -41,12 +41,18 @@ from fuser.scheduler.kernel_plan import KernelPlan, Reduce, Store
 _EXPONENTS = 100  # powers of two up to this have normal reciprocals
 
 
+PROGRAM = "@program"  # no Python, so never part of another word
+
+
 @dataclass(frozen=True)
 class Function:
-    """One kernel and its launch: `units` programs of `warps` warps, with `params` as arguments."""
+    """One kernel and its launch: `units` programs of `warps` warps, with `params` as arguments.
+
+    Its lines are those of `opening`, then of `body`. In the latter, `PROGRAM` stands for the program's `number`.
+    """
 
     name: str
-    text: str
+    body: str
     units: Expr
     work: Expr
     params: tuple[Param, ...]
@@ -56,6 +62,19 @@ class Function:
     registers: int = 0  # most registers of a thread; 0: no limit
     helpers: tuple[str, ...] = ()  # texts of functions that it calls
     unordered: bool = False  # atomics combine its results in no order
+    opening: str = ""
+    number: str = "tl.program_id(0)"
+
+    @property
+    def text(self) -> str:
+        """The complete text."""
+        body = self.body.replace(PROGRAM, self.number)
+        return function_text(self.name, [p.name for p in self.params], self.opening + body)
+
+
+def function_text(name: str, arguments: Iterable[str], body: str) -> str:
+    """The text of a function."""
+    return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n{body}"
 
 
 class Nest:
@@ -123,10 +142,7 @@ class Nest:
     def expr_dims(self, e: Expr) -> frozenset[int]:
         """The tile dims along which an index expression varies."""
         out = self.dims_of(s for s in symbols(e) if s.kind == LOOP)
-        for s in symbols(e):
-            if s.kind == INDIRECT:
-                out |= self.row_dims(int(s.name[1:]))
-        return out
+        return out.union(*(self.row_dims(n) for n in rows_in(e)))
 
     def shape(self, dims: Iterable[int] | None = None) -> str:
         """The shape of a value that varies along `dims`, by default all."""
@@ -140,9 +156,9 @@ class Nest:
     # -- values ------------------------------------------------------------------------------------------------------
     def symbol_text(self, s: Sym) -> str:
         """The text of an axis or of a computed index inside an address."""
-        if s.kind != INDIRECT:
+        if s.row is None:
             return s.name
-        return f"t{s.name[1:]}.to(tl.int32)" if self.bits == 32 else f"t{s.name[1:]}"
+        return f"t{s.row}.to(tl.int32)" if self.bits == 32 else f"t{s.row}"
 
     def address(self, e: Expr) -> str:
         """The text of an offset into memory."""
@@ -154,7 +170,7 @@ class Nest:
             return triton_constant(e.as_int() or 0, torch.int64)
 
         def wide(s: Sym) -> str:
-            return f"t{s.name[1:]}" if s.kind == INDIRECT else f"{s.name}.to(tl.int64)"
+            return f"t{s.row}" if s.row is not None else f"{s.name}.to(tl.int64)"
 
         text = triton_expr(e, self.params, 64, wide, matters)
         return text if any(s.kind in (INDIRECT, LOOP) for s in symbols(e)) else f"tl.cast({text}, tl.int64)"
@@ -291,8 +307,8 @@ class Nest:
         """The number of programs."""
         return product(size for _, size in self.digits())
 
-    def open_programs(self, extra: list[tuple[str, Expr]] | None = None, number: str = "tl.program_id(0)") -> None:
-        """Split the program's number into its digits."""
+    def open_programs(self, extra: list[tuple[str, Expr]] | None = None, number: str = PROGRAM) -> None:
+        """Split the number of the program into its digits."""
         digits = [*(extra or []), *self.digits()]
         wide = ".to(tl.int64)" if self.bits == 64 else ""
         if digits:
@@ -331,17 +347,16 @@ class Nest:
             rest = f"{d.name}_{a.sym.name}"
         self.out.add(f"{d.axes[0].sym.name} = {rest}")
 
-    def text(self, name: str, arguments: Iterable[str]) -> str:
-        """The complete text of a function."""
-        return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n" + "\n".join(self.out.lines or ["    pass"]) + "\n"
+    def body(self) -> str:
+        """The lines so far."""
+        return "\n".join(self.out.lines or ["    pass"]) + "\n"
 
     def close_function(self, name: str, units: Expr) -> Function:
         """The finished function."""
         params = tuple(self.params.known.values())
-        text = self.text(name, [p.name for p in params])
         checked = any(is_checked(r) for r in self.plan.rows)
         work = product(a.size for a in self.plan.axes)
-        return Function(name, text, units, work, params, self.layout.warps, checked)
+        return Function(name, self.body(), units, work, params, self.layout.warps, checked)
 
     def all_at_once(self) -> None:
         """Emit every row once, in order, then the stores."""

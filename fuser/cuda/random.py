@@ -15,7 +15,7 @@ from fuser.ir.sizes import ONE, Expr, coefficient, expr
 from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import KernelPlan
 
-NEIGHBOURS = 4
+NEIGHBOURS = 4  # random words that one block of Philox gives
 EACH = (2, "{0}")  # `OpRow.draw` if each element has a word of its own
 _BITS: int = 24  # bits of a word that a number uses
 

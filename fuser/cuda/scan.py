@@ -15,9 +15,9 @@ from fuser.cuda.nest import Function, Nest
 from fuser.cuda.split import CHUNK, Partial, result_address
 from fuser.cuda.text import Guard
 from fuser.ir.loop_body import compute_dtype
-from fuser.ir.sizes import LOOP, ONE, Expr, Sym, expr, floordiv, maximum, minimum, product, substitute
+from fuser.ir.sizes import LOOP, ONE, Expr, Sym, expr, floordiv, maximum, minimum, product, rows_in, substitute
 from fuser.ops import SCANS, TRITON_TYPES, triton_convert, triton_number, triton_store
-from fuser.scheduler.kernel_plan import KernelPlan, address_rows
+from fuser.scheduler.kernel_plan import KernelPlan
 
 EARLIER = Sym("earlier", LOOP)
 Written = tuple[tuple[Function, ...], tuple[Partial, ...], tuple[Guard, ...]]
@@ -39,7 +39,7 @@ def write_scan(plan: KernelPlan, name: str, ctx: Context) -> Written:
         nest.tile()
     else:
         nest.start_carry()
-        nest.loop(None, True)
+        nest.loop(None, stores=True)
     return (nest.close_function(name, nest.units()),), (), tuple(dict.fromkeys([*guards, *nest.guards]))
 
 
@@ -63,7 +63,7 @@ def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tu
         layout = Layout(scalars, [Dim(outer, tile.outer, "x"), Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
     else:
         whole = tiles.fewer(tiles.scanned_row(ctx.hint(n), rows), ctx.smaller)
-        whole = tiles.varied(whole, ctx.variant, False) if whole is not None else None
+        whole = tiles.varied(whole, ctx.variant, warps=False) if whole is not None else None
         if whole is not None:
             dims = [Dim(reduced, whole.inner, "r", whole=True)]
             if whole.outer > 1 and kept:
@@ -106,17 +106,17 @@ def _in_chunks(nest: Scan, name: str, chunks: Expr, each: Expr, guards: list[Gua
         nest = Scan(plan, f"{name}_{part}", ctx, layout)
         nest.dtypes.update({p.name: p.dtype for p in partials})
         nest.open_programs([("chunk", chunks)])
-        size = nest.params.number(each, nest.bits, "each", True)
-        n = nest.params.number(layout.dims[-1].size, nest.bits, "n_r", True)
+        size = nest.params.number(each, nest.bits, "each", matters=True)
+        n = nest.params.number(layout.dims[-1].size, nest.bits, "n_r", matters=True)
         nest.out.add(f"low = chunk * {size}")
         nest.out.add(f"high = tl.minimum(low + {size}, {n})")
         nest.start_carry()
         if part == "reduce":
-            nest.loop(("low", "high"), False)
+            nest.loop(("low", "high"), stores=False)
             nest.keep_carry(partials, at)
         else:
             nest.take_carry(partials, at)
-            nest.loop(("low", "high"), True)
+            nest.loop(("low", "high"), stores=True)
         out.append(nest.close_function(nest.name, nest.units() * chunks))
         guards = [*guards, *nest.guards]
     return tuple(out), tuple(partials), tuple(dict.fromkeys(guards))
@@ -172,7 +172,7 @@ class Scan(Nest):
         stages = tiles.PLACED_STAGES if len(self.parts) > 1 and not self.axis else tiles.SCAN_STAGES
         chunk = (*bounds, str(self.layout.dims[-1].block)) if bounds else None
         looped = Looped(self, chunk, stages=tiles.COLUMN_SCAN_STAGES if long else stages)
-        roots = [*self.scanned, *address_rows(self.goal.address)]
+        roots = [*self.scanned, *rows_in(self.goal.address)]
         looped.outer_rows(0)
         looped.open_loop(False)
         for n in self.plan.passes.closure(roots):

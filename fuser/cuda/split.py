@@ -16,7 +16,7 @@ from fuser.cuda import moments, tiles
 from fuser.cuda.layout import Context, Dim, Layout, blocks, is_column, narrowest, reduction_layout
 from fuser.cuda.looped import Looped, write_body, write_function
 from fuser.cuda.moments import combine_rows, moments_by_phase, reads_once
-from fuser.cuda.nest import Function, Nest
+from fuser.cuda.nest import PROGRAM, Function, Nest, function_text
 from fuser.cuda.text import Guard
 from fuser.ir.loop_body import Row, loads_in, renumber, renumber_expr
 from fuser.ir.sizes import (
@@ -87,7 +87,7 @@ def _cut(plan: KernelPlan, ctx: Context) -> Cut:
     n, column = product(a.size for a in plan.reduced_axes), is_column(plan)
     least = tiles.SPLIT_COLUMN_FROM if column else tiles.SPLIT_ROW_FROM
     if ctx.hint(n) < least:  # tested first: all further guards of such rows imply it, so it adds no class
-        return Cut(False, (("lt", n, expr(least)),))
+        return Cut(split=False, guards=(("lt", n, expr(least)),))
     loading = _loading(plan, ctx)
     guards: list[Guard] = [("le", expr(least), n)]
     if column and loading.ahead is not None:
@@ -101,7 +101,7 @@ def _cut(plan: KernelPlan, ctx: Context) -> Cut:
         return dataclasses.replace(loading, split=whole is None, whole=whole, guards=(*guards, *loading.guards))
     units, limit = programs(plan), expr(tiles.SPLIT_BELOW)
     if ctx.hint(units) >= tiles.SPLIT_BELOW:
-        return Cut(False, (*guards, ("le", limit, units), *(loading.guards if column else ())))
+        return Cut(split=False, guards=(*guards, ("le", limit, units), *(loading.guards if column else ())))
     return dataclasses.replace(loading, guards=(*guards, ("lt", units, limit), *loading.guards))
 
 
@@ -113,14 +113,14 @@ def _uncut(plan: KernelPlan, ctx: Context) -> Cut:
     several = _takes_registers(plan)
     width = _ahead_columns(plan, several, ctx).tile.outer
     units = programs(plan, width)
-    at_least, whole, below = tiles.whole_columns(ctx.hint(units), width, narrowest(plan), several, True)
+    at_least, whole, below = tiles.whole_columns(ctx.hint(units), width, narrowest(plan), several, small=True)
     if whole is None:
         _, rows, warps = tiles.AHEAD_WHOLE_COLUMNS[-1]
         whole = tiles.Tile(width, rows[narrowest(plan)] >> several, warps)
     guards: list[Guard] = [("lt", expr(longest), n)]
     guards += [("le", expr(at_least), units)] if at_least else []
     guards += [("lt", units, expr(below))] if below else []
-    return Cut(False, tuple(guards), whole=whole)
+    return Cut(split=False, guards=tuple(guards), whole=whole)
 
 
 def _read(plan: KernelPlan) -> set[str]:
@@ -154,13 +154,13 @@ def _loading(plan: KernelPlan, ctx: Context) -> Cut:
     moved = product(a.size for a in plan.axes) * dict(plan.buffers)[min(read)].itemsize
     size, passing, below = ctx.hint(moved), expr(tiles.PASSING_FROM), expr(tiles.AHEAD_BELOW)
     if size >= tiles.AHEAD_BELOW:
-        return Cut(True, (("le", below, moved),))
+        return Cut(split=True, guards=(("le", below, moved),))
     several = _takes_registers(plan)
     ahead = _ahead_columns(plan, several, ctx) if is_column(plan) else tiles.AHEAD_ROWS[several][narrowest(plan)]
     if size < tiles.PASSING_FROM:
-        return Cut(True, (("lt", moved, passing),), ahead, small=True)
+        return Cut(split=True, guards=(("lt", moved, passing),), ahead=ahead, small=True)
     eviction = tiles.PASSING if not read & ctx.later else ""
-    return Cut(True, (("le", passing, moved), ("lt", moved, below)), ahead, eviction=eviction)
+    return Cut(split=True, guards=(("le", passing, moved), ("lt", moved, below)), ahead=ahead, eviction=eviction)
 
 
 def split(
@@ -168,7 +168,7 @@ def split(
 ) -> tuple[tuple[Function, ...], tuple[Partial, ...], tuple[Guard, ...]]:
     """One or two functions for `plan`, the temporaries that programs share, and the guards of the choice."""
     how = cut(plan, ctx)
-    layout = reduction_layout(plan, ctx, True, how.ahead.tile if how.ahead else None)
+    layout = reduction_layout(plan, ctx, loop=True, ahead=how.ahead.tile if how.ahead else None)
     inner = layout.dims[-1]
     chunks, longest = _chunks(plan, how, inner)
     in_one = tiles.SPLIT_IN_ONE and not any(REDUCTIONS[r.kind].index for r in plan.reductions)
@@ -216,7 +216,7 @@ def unsplit(plan: KernelPlan, name: str, ctx: Context) -> tuple[Function, tuple[
         nest = Nest(plan, name, ctx)
         function = write_function(nest)
     else:
-        nest = Nest(plan, name, ctx, reduction_layout(plan, ctx, True, how.whole))
+        nest = Nest(plan, name, ctx, reduction_layout(plan, ctx, loop=True, ahead=how.whole))
         nest.open_programs()
         Looped(nest, None, how.eviction).all_phases()
         function = nest.close_function(name, nest.units())
@@ -233,7 +233,7 @@ def _in_one(nest: Nest, rest: Nest, chunks: Expr, counters: Partial) -> Function
     counter = nest.params.pointer(counters.name)
     tiles_there, last = (nest.params.number(n, nest.bits) for n in (nest.units(), chunks - 1))
     names = list(nest.params.known)
-    nest.out.add(f"tile = (tl.program_id(0) - chunk * {tiles_there}).to(tl.int32)")
+    nest.out.add(f"tile = ({PROGRAM} - chunk * {tiles_there}).to(tl.int32)")
     nest.out.add("tl.debug_barrier()  # what all threads stored comes before the count")
     nest.out.add(f"before = tl.atomic_add({counter} + tile, 1, sem='acq_rel', scope='gpu')")
     nest.out.open(f"if before == {last}")
@@ -241,7 +241,7 @@ def _in_one(nest: Nest, rest: Nest, chunks: Expr, counters: Partial) -> Function
     nest.out.add(f"{rest.name}({', '.join(['tile', *names])})")
     nest.out.close()
     made = nest.close_function(nest.name, nest.units() * chunks)
-    return dataclasses.replace(made, helpers=(rest.text(rest.name, ["tile", *names]),))
+    return dataclasses.replace(made, helpers=(function_text(rest.name, ["tile", *names], rest.body()),))
 
 
 def _combine_layout(plan: KernelPlan, longest: int, itemsize: int, first: Layout | None) -> Layout:
@@ -362,7 +362,7 @@ def combine_plan(
         if not (plan.varies[s.row] | symbols(s.address)) & reduced:
             stores.append(Store(s.buffer, renumber_expr(s.address, number), number[s.row], 1))
     kept = tuple(a for a in plan.axes if not a.reduced)
-    axes = (*kept, Axis(CHUNK, chunks, True, tiles.MOST_CHUNKS))
+    axes = (*kept, Axis(CHUNK, chunks, reduced=True, hint=tiles.MOST_CHUNKS))
     buffers = {r.buffer: None for r in loads_in(rows)} | {s.buffer: None for s in stores}
     known = {**dict(plan.buffers), **dtypes}
     phases, varies = phases_of(axes, rows, [r.row for r in reductions])

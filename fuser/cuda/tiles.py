@@ -210,7 +210,7 @@ def whole_columns(blocks: int, width: int, itemsize: int, several: bool, small: 
 
 SPLIT_BELOW = 256  # programs of an unsplit kernel
 SPLIT_ROW_FROM, SPLIT_COLUMN_FROM = 32768, 512  # reduced elements
-MOST_CHUNKS = 512
+MOST_CHUNKS = 512  # of a split reduction or scan
 SPLIT_IN_ONE = True  # a tile's last program combines its chunks, not a second kernel; not for index reductions
 
 # Rows in registers whose columns are reduced as well: (longest, elements of a program's step, warps, programs on each
@@ -240,7 +240,7 @@ LOOPED_SCAN = {1: Tile(1, 2048, 8), 2: Tile(1, 2048, 2), 4: Tile(1, 1024, 4), 8:
 LOOPED_SCAN_ODD = {1: Tile(1, 2048, 8), 2: Tile(1, 512, 2), 4: Tile(1, 512, 2), 8: Tile(1, 512, 2)}
 LOOPED_PLACES = {1: Tile(1, 1024, 4), 2: Tile(1, 1024, 4), 4: Tile(1, 1024, 4), 8: Tile(1, 1024, 8)}
 SCANNED_SHORT_COLUMNS = {1: Tile(32, 32, 4), 2: Tile(32, 32, 4), 4: Tile(32, 32, 4), 8: Tile(32, 16, 4)}
-SHORT_COLUMN = 64
+SHORT_COLUMN = 64  # elements of a scanned column up to which one tile holds it
 # Longer columns: 64 bytes of neighbours, and enough of them to saturate memory.
 SCANNED_COLUMNS = {1: Tile(32, 128, 8), 2: Tile(32, 128, 8), 4: Tile(16, 256, 8), 8: Tile(16, 128, 8)}
 PLACED_COLUMNS = {1: Tile(16, 128, 4), 2: Tile(16, 128, 4), 4: Tile(16, 128, 4), 8: Tile(16, 64, 4)}  # index scans

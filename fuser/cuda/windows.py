@@ -17,7 +17,7 @@ from fuser.cuda.target import TARGET
 from fuser.cuda.text import Guard
 from fuser.cuda.tiles import VECTOR
 from fuser.ir.loop_body import Row, indirect_rows
-from fuser.ir.sizes import INDIRECT, LOOP, ONE, SIZE, Call, Expr, Sym, coefficient, expr, product, symbols
+from fuser.ir.sizes import INDIRECT, LOOP, ONE, SIZE, Call, Expr, Sym, coefficient, expr, product, rows_in, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import KernelPlan
 
@@ -186,7 +186,7 @@ def _most_of(a: Sym | Call, sizes: dict[Sym, Expr]) -> Expr | None:
 def _unused(plan: KernelPlan, given: dict[int, int], compared: dict[int, tuple[Expr, Expr]]) -> frozenset[int]:
     """Rows that are not read once loads replace selects, and comparisons use expressions of their own."""
     pending = [s.row for s in plan.stores]
-    pending += [int(x.name[1:]) for s in plan.stores for x in symbols(s.address) if x.kind == INDIRECT]
+    pending += [n for s in plan.stores for n in rows_in(s.address)]
     needed: set[int] = set()
     while pending:
         n = pending.pop()

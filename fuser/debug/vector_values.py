@@ -20,7 +20,7 @@ from fuser.debug.vector_memory import (
     tensor,
 )
 from fuser.errors import VerifyError
-from fuser.ir.sizes import INDIRECT, Call, Expr, Sym
+from fuser.ir.sizes import Call, Expr, Sym
 from fuser.ops import LOW, OPS, REDUCTIONS, SCANS, compute_dtype
 
 
@@ -82,8 +82,8 @@ class Values:
 
     def _offset(self, v: ir.Offset, env: Env) -> int:
         def symbol(s: Sym) -> int:
-            if s.kind == INDIRECT:
-                return int(self.value(v.scope.ref(int(s.name[1:])), env))
+            if s.row is not None:
+                return int(self.value(v.scope.ref(s.row), env))
             return int(self.arguments["s"][v.scope.slots[s]] if v.scope.slots is not None else env.cell(s.name).value)
 
         def expression(e: Expr) -> int:

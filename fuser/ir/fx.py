@@ -234,8 +234,8 @@ class Builder:
 
     def _atom(self, atom: Any, points: Mapping[Sym, Any], values: Sequence[Any]) -> Any:
         if isinstance(atom, Sym):
-            if atom.name.startswith("%"):
-                return values[int(atom.name[1:])]
+            if atom.row is not None:
+                return values[atom.row]
             return points[atom] if atom in points else self.env[atom]
         a, b = (self.index(e, points, values) for e in atom.args)
         return self.graph.call_function(_CALLS[atom.fn], (a, b))

@@ -15,7 +15,7 @@ import torch
 from fuser.errors import VerifyError
 from fuser.ir.loop_body import Row, compute_dtype
 from fuser.ir.nodes import Buffer, Index, Loops, Reduction, Scan, Scatter
-from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, evaluate
+from fuser.ir.sizes import LOOP, Expr, Sym, evaluate
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import NO_INDEX, OPS, REDUCTIONS, SCANS
 
@@ -96,8 +96,8 @@ class Evaluator:
         return total
 
     def _symbol(self, s: Sym, values: Values) -> torch.Tensor:
-        if s.kind == INDIRECT:
-            return values[int(s.name[1:])]
+        if s.row is not None:
+            return values[s.row]
         point = self.points.get(s)
         return point if point is not None else torch.tensor(self.env[s])
 

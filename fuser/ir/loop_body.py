@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, symbol
+from fuser.ir.sizes import LOOP, Expr, expr, indirect, rows_in, substitute, symbol, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import NO_OP, OPS, OpRow
 from fuser.reasons import because
@@ -177,7 +177,7 @@ def prune(rows: Sequence[Row], result: int) -> LoopBody:
 
 def prune_with(rows: Sequence[Row], result: int, index: Sequence[Expr]) -> tuple[LoopBody, tuple[Expr, ...]]:
     """A body with only the rows that `result` and the expressions `index` depend on, and `index` renumbered."""
-    needed = {result, *(int(s.name[1:]) for e in index for s in _indirect_symbols(e))}
+    needed = {result, *(n for e in index for n in rows_in(e))}
     for n in range(max(needed), -1, -1):
         if n in needed:
             needed.update(rows[n].args)
@@ -192,9 +192,7 @@ def prune_with(rows: Sequence[Row], result: int, index: Sequence[Expr]) -> tuple
 
 def renumber_expr(e: Expr, number: Mapping[int, int]) -> Expr:
     """`e` with the row numbers of its indirect symbols replaced."""
-    from fuser.ir.sizes import substitute
-
-    moved = {s: indirect_symbol(number[int(s.name[1:])]) for s in _indirect_symbols(e)}
+    moved = {s: expr(indirect(number[s.row])) for s in symbols(e) if s.row is not None}
     return substitute(e, moved) if moved else e
 
 
@@ -209,21 +207,7 @@ def row_exprs(row: Row) -> tuple[Expr, ...]:
 
 def indirect_rows(row: Row) -> set[int]:
     """Numbers of the rows whose values the row's index expressions use."""
-    from_exprs = row_exprs(row)
-    if not from_exprs:
-        return set()
-    return {int(s.name[1:]) for e in from_exprs for s in _indirect_symbols(e)}
-
-
-def _indirect_symbols(e: Expr) -> list[Sym]:
-    from fuser.ir.sizes import symbols
-
-    return [s for s in symbols(e) if s.kind == INDIRECT]
-
-
-def indirect_symbol(row: int) -> Expr:
-    """The index symbol of an `indirect` row."""
-    return symbol(f"%{row}", INDIRECT)
+    return {n for e in row_exprs(row) for n in rows_in(e)}
 
 
 def map_exprs(row: Row, fn: Callable[[Expr], Expr]) -> Row:
@@ -282,7 +266,7 @@ class _Ops:
         mask = recorder._mask
         args = (value.row,) if mask is None else (value.row, mask.row)
         out = recorder.add_row(Row("indirect", args, torch.int64, (size, checked)))
-        return indirect_symbol(out.row)
+        return expr(indirect(out.row))
 
     def round_to(self, value: Value, dtype: torch.dtype) -> Value:
         """`value` rounded to the precision of `dtype`, still in compute dtype."""

@@ -26,7 +26,7 @@ import torch
 from fuser.errors import VerifyError
 from fuser.ir.loop_body import LoopBody, Row
 from fuser.ir.nodes import Buffer, Loops, Pointwise, Reduction, Scan, Scatter
-from fuser.ir.sizes import INDIRECT, LOOP, SIZE, STRIDE, Call, Expr, expr, symbol
+from fuser.ir.sizes import LOOP, SIZE, STRIDE, Call, Expr, expr, indirect, symbol
 
 _TOKEN = re.compile(r"\s*(//|%\d+|[-+*%(),\[\]]|\w+)")
 _CALLS = {"//": "floordiv", "%": "mod"}
@@ -227,7 +227,7 @@ class _Exprs:
             left = self.sum()
             self.take(",")
             return self.called(token, left)
-        return expr(int(token)) if token.isdecimal() else symbol(token, _kind(token))
+        return expr(int(token)) if token.isdecimal() else _symbol(token)
 
     def called(self, name: str, left: Expr) -> Expr:
         right = self.sum()
@@ -235,12 +235,12 @@ class _Exprs:
         return Expr({(Call(name, (left, right)),): 1})
 
 
-def _kind(name: str) -> str:
+def _symbol(name: str) -> Expr:
     if re.fullmatch(r"%\d+", name):
-        return INDIRECT
+        return expr(indirect(int(name[1:])))
     if re.fullmatch(r"i\d+", name):
-        return LOOP
-    return SIZE if re.fullmatch(r"x\d+_\d+", name) else STRIDE
+        return symbol(name, LOOP)
+    return symbol(name, SIZE if re.fullmatch(r"x\d+_\d+", name) else STRIDE)
 
 
 __all__ = ["parse_buffers", "parse_expr", "parse_exprs", "parse_loops"]

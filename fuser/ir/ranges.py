@@ -123,17 +123,17 @@ def _atom_bound(a: Atom, extents: Extents, up: bool) -> Expr | None:
         return extents[a] - 1 if up else ZERO
     x, y = a.args
     if a.fn in ("min", "max"):
-        found = [b for b in (_bound(x, extents, up, False), _bound(y, extents, up, False)) if b is not None]
+        found = [b for b in (_bound(x, extents, up, calls=False), _bound(y, extents, up, calls=False)) if b is not None]
         if len(found) == 2:
             return call(a.fn, *found)
         return found[0] if found and up == (a.fn == "min") else None
     if not is_nonnegative(y, extents):
         return None
     if a.fn == "mod":
-        return _bound(y - 1, extents, True, False) if up else ZERO
+        return _bound(y - 1, extents, up=True, calls=False) if up else ZERO
     if _moves_within(y, extents):
         return ZERO if not up and is_nonnegative(x, extents) else None
-    limit = _bound(x, extents, up, False)
+    limit = _bound(x, extents, up, calls=False)
     return None if limit is None else _quotient_bound(limit, y, extents, up)
 
 

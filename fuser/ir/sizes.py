@@ -10,6 +10,7 @@ frontends, where sizes come from `torch.fx`'s shape environment.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field
 from typing import Any, Union
 
 from fuser.lazy_dataclasses import dataclass
@@ -22,10 +23,11 @@ SIZE, STRIDE, LOOP, INDIRECT = "size", "stride", "loop", "indirect"
 
 @dataclass(frozen=True, slots=True)
 class Sym:
-    """A named integer. `name` is unique within a kernel plan."""
+    """A named integer. `name` is unique within a kernel plan. `row` is the row of an "indirect" one."""
 
     name: str
     kind: str = SIZE
+    row: int | None = field(default=None, compare=False)
 
     def __lt__(self, other: Sym) -> bool:
         return (self.name, self.kind) < (other.name, other.kind)
@@ -203,6 +205,16 @@ def symbols(e: Expr) -> set[Sym]:
             else:
                 out |= symbols(a.args[0]) | symbols(a.args[1])
     return out
+
+
+def indirect(row: int) -> Sym:
+    """The index symbol of an `indirect` row."""
+    return Sym(f"%{row}", INDIRECT, row)
+
+
+def rows_in(e: Expr) -> list[int]:
+    """The rows whose values an index or address uses."""
+    return [s.row for s in symbols(e) if s.row is not None]
 
 
 def divide_exactly(e: Expr, d: Expr) -> Expr | None:

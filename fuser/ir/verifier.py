@@ -13,7 +13,7 @@ import torch
 from fuser.errors import VerifyError
 from fuser.ir.loop_body import Row, compute_dtype, row_exprs
 from fuser.ir.nodes import Buffer, Loops, Reduction, Scan
-from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, symbols
+from fuser.ir.sizes import LOOP, Expr, Sym, symbols
 from fuser.ops import OPS, REDUCTIONS, SCANS
 
 _LOW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -120,8 +120,8 @@ def _verify_load(row: Row, readable: Mapping[str, tuple[torch.dtype, int]]) -> N
 def verify_symbols(e: Expr, n: int, rows: Sequence[Row], known: frozenset[Sym] | set[Sym]) -> None:
     """Check that the symbols of `e`, used by row `n`, have values by then."""
     for s in symbols(e):
-        if s.kind == INDIRECT:
-            at = int(s.name[1:])
+        at = s.row
+        if at is not None:
             _need(at < n, f"{e} uses row {s}, which comes later")
             _need(rows[at].op == "indirect", f"{e} uses row {s}, which is no index but {rows[at].op}")
         else:

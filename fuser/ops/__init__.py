@@ -97,14 +97,17 @@ def has_lanes(name: str, dtype: torch.dtype) -> bool:
 
 def cpp_near(name: str, dtype: torch.dtype, *args: str) -> str | None:
     """The C++ expression of op `name` for float32 arguments in the interval of its row's `near`; None without one."""
-    near = OPS[name].near
-    return f"fuser_{near.helper}({', '.join(args)})" if near is not None and dtype is torch.float32 else None
+    return _near("fuser", name, dtype, args)
 
 
 def cpp_lanes_near(name: str, dtype: torch.dtype, *args: str) -> str | None:
     """`cpp_near` on explicit vectors."""
-    text = cpp_near(name, dtype, *args)
-    return None if text is None else text.replace("fuser_", "fuser_lanes_", 1)
+    return _near("fuser_lanes", name, dtype, args)
+
+
+def _near(family: str, name: str, dtype: torch.dtype, args: tuple[str, ...]) -> str | None:
+    near = OPS[name].near
+    return f"{family}_{near.helper}({', '.join(args)})" if near is not None and dtype is torch.float32 else None
 
 
 def cpp_combine(name: str, dtype: torch.dtype, *args: str) -> str:

@@ -292,45 +292,40 @@ def _lanes(machine: Machine) -> str:
     return text.replace("WORDS\n", spelled.words).replace("SOME\n", spelled.some)
 
 
-# A piece has room for a whole number of vectors; elements after its first `count` may have any value.
+# The head of each function, its loop over vectors, and the plain loop. A piece has room for a whole number of vectors;
+# elements after its first `count` may have any value.
 _PIECES = {
-    "fuser_piece_from_half": """\
+    "fuser_piece_from_half": ("""\
 FUSER_FN void fuser_piece_from_half(float* to, const u16* from, i64 count) {
-#if FUSER_LANES
+""", """\
   i64 k = 0;
   for (; k + FUSER_LANES <= count; k += FUSER_LANES) fuser_lanes_store_float(to + k, fuser_lanes_load_half(from + k));
   if (k < count) fuser_lanes_store_float(to + k, fuser_lanes_part_half(from + k, fuser_lanes_first(count - k)));
-#else
+""", """\
 #pragma omp simd
   for (i64 k = 0; k < count; ++k) to[k] = fuser_load_half(from[k]);
-#endif
-}
-""",
+"""),
     # Zeros before element `low` and from element `high` on, which are not read.
-    "fuser_piece_between": """\
+    "fuser_piece_between": ("""\
 FUSER_FN void fuser_piece_between(float* to, const u16* from, i64 count, i64 low, i64 high) {
-#if FUSER_LANES
+""", """\
   for (i64 k = 0; k < count; k += FUSER_LANES) {
     const lanes_i inside = fuser_lanes_before(high - k) & ~fuser_lanes_before(low - k);
     fuser_lanes_store_float(to + k, fuser_lanes_part_half(from + k, FUSER_MASK(inside)));
   }
-#else
+""", """\
   for (i64 k = 0; k < count; ++k) to[k] = (k >= low) & (k < high) ? fuser_load_half(from[k]) : 0.0f;
-#endif
-}
-""",
-    "fuser_piece_to_half": """\
+"""),
+    "fuser_piece_to_half": ("""\
 FUSER_FN void fuser_piece_to_half(u16* to, const float* from, i64 count) {
-#if FUSER_LANES
+""", """\
   i64 k = 0;
   for (; k + FUSER_LANES <= count; k += FUSER_LANES) fuser_lanes_store_half(to + k, fuser_lanes_load_float(from + k));
   if (k < count) fuser_lanes_put_half(to + k, fuser_lanes_load_float(from + k), fuser_lanes_first(count - k));
-#else
+""", """\
 #pragma omp simd
   for (i64 k = 0; k < count; ++k) to[k] = fuser_store_half(from[k]);
-#endif
-}
-""",
+"""),
 }
 
 # Every second element, from two vectors. The second vector begins early enough that nothing after the last element is
@@ -389,16 +384,13 @@ def _loads_second() -> dict[str, str]:
     return found
 
 
-def _piece(text: str, machine: Machine) -> str:
+def _piece(head: str, vectors: str, plain: str, machine: Machine) -> str:
     """The text of a piece's function; on machines without such vectors only the plain loop."""
-    if machine.lanes:
-        return text
-    head, rest = text.split("#if FUSER_LANES\n")
-    return head + rest.partition("#else\n")[2].replace("#endif\n", "")
+    return f"{head}#if FUSER_LANES\n{vectors}#else\n{plain}#endif\n}}\n" if machine.lanes else f"{head}{plain}}}\n"
 
 
 HELPERS: dict[str, str | Callable[[Machine], str]] = {
-    "FUSER_LANES": _lanes, **{name: partial(_piece, text) for name, text in _PIECES.items()},
+    "FUSER_LANES": _lanes, **{name: partial(_piece, *parts) for name, parts in _PIECES.items()},
     "fuser_lanes_second": _SECOND, **_loads_second(),
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from fuser.lowering.context import LoweringContext
 from fuser.scheduler.nodes import row_cost
 
 Stores = list[tuple[str, Expr, int]]
-MOST_ROWS = 512
+MOST_ROWS = 512  # that all copies of a body may have
 MOST_TOGETHER = 16  # adjacent elements that one iteration computes, over several axes
 MANY = 32  # iterations that fill registers; with fewer, a free size stays free
 LARGE = 4096  # elements of a call that takes longer than the call itself: smaller ones share kernels

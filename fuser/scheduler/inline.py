@@ -21,7 +21,6 @@ from fuser.ir.loop_body import (
     Recorder,
     Row,
     indirect_rows,
-    indirect_symbol,
     is_checked,
     loads_in,
     map_exprs,
@@ -30,7 +29,7 @@ from fuser.ir.loop_body import (
     renumber_expr,
     row_exprs,
 )  # fmt: skip
-from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, product, substitute, symbols
+from fuser.ir.sizes import LOOP, Expr, Sym, expr, indirect, product, substitute, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.align import digits_of
 from fuser.scheduler.nodes import Node, normalise
@@ -168,7 +167,7 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
         return False
     if producers.target.apart and not reader.is_reduction and _is_of_reductions(producers, producer, reader):
         return False
-    if together and load.args and _varies_along(rows, (indirect_symbol(load.args[0]),)) == {innermost}:
+    if together and load.args and _varies_along(rows, (expr(indirect(load.args[0])),)) == {innermost}:
         return True  # a piece of a join: only its own components' iterations compute it
     few = producers.points(reader) * FEW <= producers.points(producer)
     return hoisted or few or (producer.cost() <= CHEAP and not producers.is_deep(producer))
@@ -220,7 +219,7 @@ def _turns(producers: Producers, reader: Node, read: Set[Sym]) -> int:
 def _looks_up_along(producer: Node, index: tuple[Expr, ...], innermost: Sym | None) -> bool:
     """Whether a reader at `index` would gather with another index in each iteration of its innermost loop."""
     body = producer.rows
-    found = (_varies_along(body, (expr(indirect_symbol(n)),)) for n, r in enumerate(body) if r.op == "indirect")
+    found = (_varies_along(body, (expr(indirect(n)),)) for n, r in enumerate(body) if r.op == "indirect")
     along = set[Sym]().union(*found)
     pairs = zip(producer.store_index, index, strict=True)
     return any(innermost in symbols(e) for store, e in pairs if not along.isdisjoint(symbols(store)))
@@ -229,7 +228,7 @@ def _looks_up_along(producer: Node, index: tuple[Expr, ...], innermost: Sym | No
 def _varies_along(body: Sequence[Row], index: tuple[Expr, ...]) -> set[Sym]:
     """The loops along which an index varies, directly or by the gathered indices that rows of `body` compute."""
     pending = {s for e in index for s in symbols(e)}
-    rows = [int(s.name[1:]) for s in pending if s.kind == INDIRECT]
+    rows = [s.row for s in pending if s.row is not None]
     seen: set[int] = set()
     while rows:
         n = rows.pop()
@@ -249,7 +248,7 @@ def reads_all_checked(producer: Node, load: Row, sizes: Mapping[Sym, Expr]) -> b
     checked = [n for n, r in enumerate(producer.rows) if is_checked(r)]
     if not checked:
         return True
-    rows = prune_with(producer.rows, checked[0], [indirect_symbol(n) for n in checked])[0].rows
+    rows = prune_with(producer.rows, checked[0], [expr(indirect(n)) for n in checked])[0].rows
     deciding = {s for r in rows for e in row_exprs(r) for s in symbols(e) if s.kind == LOOP}
     index: tuple[Expr, ...] = load.indices
     seen: list[Sym] = []

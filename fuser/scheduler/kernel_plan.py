@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 import torch
 
 from fuser.ir.loop_body import Row, indirect_rows
-from fuser.ir.sizes import INDIRECT, Expr, Sym, symbols
+from fuser.ir.sizes import Expr, Sym, rows_in, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.contraction import Contraction, contraction_of
 from fuser.scheduler.nodes import Ordered
@@ -73,13 +73,13 @@ class Pass:
     @property
     def roots(self) -> list[int]:
         """Rows that the loops compute for a store or a reduction; some may be known before the loops."""
-        out = [s.row for s in self.stores] + [n for s in self.stores for n in address_rows(s.address)]
+        out = [s.row for s in self.stores] + [n for s in self.stores for n in rows_in(s.address)]
         return out + [r.row for r in self.folds]
 
     @property
     def outer_roots(self) -> list[int]:
         """Rows that the stores outside the loops need."""
-        return [n for s in self.after for n in (s.row, *address_rows(s.address))]
+        return [n for s in self.after for n in (s.row, *rows_in(s.address))]
 
 
 class Passes(Sequence[Pass]):
@@ -102,7 +102,7 @@ class Passes(Sequence[Pass]):
         return self._each[at]
 
     def _is_full(self, s: Store) -> bool:
-        inner = symbols(s.address) & self._plan.inside or not self.full.isdisjoint(address_rows(s.address))
+        inner = symbols(s.address) & self._plan.inside or not self.full.isdisjoint(rows_in(s.address))
         return bool(inner) or s.row in self.full or self._plan.ordered is not None
 
     def _pass(self, phase: int) -> Pass:
@@ -214,9 +214,4 @@ class KernelPlan:
         return len(self.passes)
 
 
-def address_rows(address: Expr) -> list[int]:
-    """The rows whose values an address uses."""
-    return [int(s.name[1:]) for s in symbols(address) if s.kind == INDIRECT]
-
-
-__all__ = ["Axis", "KernelPlan", "Pass", "Passes", "Reduce", "Store", "address_rows"]
+__all__ = ["Axis", "KernelPlan", "Pass", "Passes", "Reduce", "Store"]

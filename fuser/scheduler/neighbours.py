@@ -45,7 +45,7 @@ def compute_several(
             continue
         ctx.assume("eq", mod(axis.size, expr(count)), ZERO)
         rows, stores = copies(rows, stores, axis.sym, _places(axis, count), functools.partial(_holds, axis, count))
-        fewer = Axis(axis.sym, floordiv(axis.size, expr(count)), False, axis.hint // count)
+        fewer = Axis(axis.sym, floordiv(axis.size, expr(count)), reduced=False, hint=axis.hint // count)
         return [fewer if a is axis else a for a in axes], rows, stores
     return axes, rows, stores
 

@@ -22,6 +22,7 @@ from fuser.ir.sizes import (
     floordiv,
     minimum,
     product,
+    rows_in,
     substitute,
     symbols,
 )  # fmt: skip
@@ -29,7 +30,7 @@ from fuser.lowering.context import LoweringContext
 from fuser.ops import REDUCTIONS, SCANS, compute_dtype
 from fuser.scheduler.choices import LARGE, write_out
 from fuser.scheduler.contraction import contraction_of
-from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store, address_rows
+from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store
 from fuser.scheduler.neighbours import compute_several
 from fuser.scheduler.nodes import Node, Ordered, row_cost
 from fuser.scheduler.short_axes import write_out_reducing
@@ -217,7 +218,7 @@ def _ordered_plan(
     return replace(plan, ordered=ordered, name=f"{ordered.kind}_{ordered.how or 'set'}_d{len(axes)}")
 
 
-LEAST_LANES = 4
+LEAST_LANES = 4  # elements of an axis along which an ordered kernel has lanes
 
 
 def _read_across(axes: Sequence[Axis], rows: Sequence[Row]) -> Sym | None:
@@ -235,7 +236,7 @@ def _live(builder: _Builder) -> tuple[list[Row], list[tuple[str, Expr, int]], li
     """The rows, stores and reductions without those that no store needs, renumbered."""
     rows = builder.out.rows
     needed: set[int] = set()
-    pending = [n for _, e, row in builder.stores for n in (row, *address_rows(e))]
+    pending = [n for _, e, row in builder.stores for n in (row, *rows_in(e))]
     live_reductions: set[int] = set()
     while pending:
         n = pending.pop()
@@ -361,10 +362,10 @@ def _varying(
     """For each address the axes along which it varies, by itself or by an index that it looks up."""
     own = {a.sym for a in axes}
     known = {e: frozenset(symbols(e) & own) for e in addresses}
-    if not any(map(address_rows, addresses)):
+    if not any(map(rows_in, addresses)):
         return known
     _, varies = phases_of(axes, rows, [r for _, r, _ in reductions])
-    return {e: along.union(*(varies[n] for n in address_rows(e))) for e, along in known.items()}
+    return {e: along.union(*(varies[n] for n in rows_in(e))) for e, along in known.items()}
 
 
 def _is_thin(
@@ -454,7 +455,7 @@ def phases_of(
 
 
 def _store_phase(phases: Sequence[int], row: int, address: Expr) -> int:
-    return max([phases[row], *(phases[u] for u in address_rows(address))])
+    return max([phases[row], *(phases[u] for u in rows_in(address))])
 
 
 COSTLY = 40  # operations from which a row is not computed twice for a store

@@ -30,7 +30,7 @@ from fuser.scheduler import inline
 from fuser.scheduler.nodes import Node
 from fuser.targets import Target
 
-MOST_ROWS = 64
+MOST_ROWS = 64  # that all copies of a body may have
 
 
 def unroll_short(nodes: Sequence[Node], target: Target, stored: Collection[str]) -> None:

@@ -8,9 +8,8 @@ from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.builder import Builder
 from fuser.cpu.vir.verifier import verify_kernel
 from fuser.errors import VerifyError
-from fuser.ir.loop_body import indirect_symbol
 from fuser.ir.ranges import NO_LOOPS
-from fuser.ir.sizes import LOOP, expr, symbol
+from fuser.ir.sizes import LOOP, expr, indirect, symbol
 
 ROWS = ir.Scope(lambda n: ir.Name(f"t{n}"), NO_LOOPS)
 
@@ -76,7 +75,7 @@ def in_an_offset(out):
 
 def in_a_computed_index(out):
     out.add(ir.Pointer("float", "in0", ir.Slot("ptrs", 0), True))
-    out.let("float", "t0", ir.Name("in0")[ir.Offset(expr(indirect_symbol(7)), "place", ROWS)])
+    out.let("float", "t0", ir.Name("in0")[ir.Offset(expr(indirect(7)), "place", ROWS)])
 
 
 def twice(out):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fuser.ir.sizes import INDIRECT, LOOP, SIZE, STRIDE, Call, Expr, Sym, evaluate, expr, floordiv, mod
 
 N, M, K = (Sym(name, SIZE) for name in "nmk")  # K is no factor of an extent, so it may be 0
-S, Q = Sym("s", STRIDE), Sym("%0", INDIRECT)
+S, Q = Sym("s", STRIDE), Sym("%0", INDIRECT, 0)
 I, J, L, H = (Sym(name, LOOP) for name in "ijlh")
 EXTENTS: dict[Sym, Expr] = {
     I: expr(N), J: expr(M), L: expr(N) * expr(M), H: expr(N) + expr(K) - 1,

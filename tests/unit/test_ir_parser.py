@@ -13,7 +13,7 @@ from fuser.errors import VerifyError
 from fuser.ir.nodes import Pointwise, Reduction, Scan, Scatter
 from fuser.ir.parser import parse_buffers, parse_expr, parse_loops
 from fuser.ir.printer import loops_lines, print_buffers
-from fuser.ir.sizes import INDIRECT, LOOP, SIZE, STRIDE, expr, maximum, symbol
+from fuser.ir.sizes import LOOP, SIZE, STRIDE, expr, indirect, maximum, symbol
 from fuser.lowering.graph import Lowered, lower_graph
 from tests.backend.reference_cases import CASES
 
@@ -53,7 +53,7 @@ def test_what_is_printed_parses_back():
 I0, I1, N = symbol("i0", LOOP), symbol("i1", LOOP), symbol("x0_1", SIZE)
 EXPRESSIONS = [
     expr(0), -N, I0 * N + 2 * I1 - 3, (I0 + 1) // (N - 2) * symbol("x1", STRIDE) + I1 % (N + 1), 2 * I0 * I1 * (I0 % 2),
-    maximum(symbol("%3", INDIRECT), symbol("x2_s1", STRIDE) - 1), (I0 // 3 * 5 + I1) % 7,
+    maximum(expr(indirect(3)), symbol("x2_s1", STRIDE) - 1), (I0 // 3 * 5 + I1) % 7,
 ]  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class Builder:
 
     def var(self, kind: str, name: str, v: Like | None = None) -> None:
         """Declare a variable, without a value if `v` is None."""
-        self.statements.append(ir.Let(kind, name, None if v is None else value(v), False))
+        self.statements.append(ir.Let(kind, name, None if v is None else value(v), const=False))
 
     def scratch(self, kind: str, name: str, *sizes: int, aligned: int = 0, zero: bool = False) -> None:
         """Declare a local array."""

@@ -54,7 +54,7 @@ def _bfloat16_bits(v: ir.Value, s: ir.Store) -> ir.Value:
         return ir.Cast("lanes_u", v)
     if s.tame:
         return ir.call("fuser_lanes_nearest_bfloat16", v)
-    return ir.Cast("lanes_u", ir.Round(torch.bfloat16, v, False, True))
+    return ir.Cast("lanes_u", ir.Round(torch.bfloat16, v, tame=False, vector=True))
 
 
 def _transpose(s: ir.Transpose) -> Called:

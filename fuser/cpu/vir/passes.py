@@ -37,8 +37,8 @@ def stage_stores(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
             tile, past, to = (ir.Name(f"{name}{r.tile}") for name in ("staged", "past", "to"))
             before += [
                 ir.Scratch(r.kind, tile.name, (head.length,), machine.line_bytes),
-                ir.Let(f"{r.kind}* const", past.name, r.memory, False),
-                ir.Let(f"{r.kind}* __restrict", to.name, ir.Select(stream, tile, past), False),
+                ir.Let(f"{r.kind}* const", past.name, r.memory, const=False),
+                ir.Let(f"{r.kind}* __restrict", to.name, ir.Select(stream, tile, past), const=False),
             ]
             copy = ir.Stream(past, tile, head.count * r.bytes)
             after.append(ir.Block(ir.If(stream), (copy,)))

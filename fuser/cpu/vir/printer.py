@@ -10,7 +10,7 @@ import torch
 from fuser.cpu.text import Lines, cpp_expr
 from fuser.cpu.vir import calls
 from fuser.cpu.vir import nodes as ir
-from fuser.ir.sizes import INDIRECT, Sym
+from fuser.ir.sizes import Sym
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import (
     CPP_TYPES,
@@ -98,8 +98,8 @@ class Printer:
 
     def _offset(self, v: ir.Offset) -> Term:
         def name(s: Sym) -> str:
-            if s.kind == INDIRECT:
-                return self.value(v.scope.ref(int(s.name[1:])))
+            if s.row is not None:
+                return self.value(v.scope.ref(s.row))
             if v.scope.slots is not None:
                 return self._slot(ir.Slot("s", v.scope.slots[s]))[0]
             return self.names.get(s.name, s.name)

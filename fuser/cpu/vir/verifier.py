@@ -8,7 +8,7 @@ from typing import Any
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.rewrite import walk
 from fuser.errors import VerifyError
-from fuser.ir.sizes import INDIRECT, symbols
+from fuser.ir.sizes import symbols
 
 # Names that every function has: its parameters, a macro of the machine, an array of the generator's helpers.
 GIVEN = frozenset("ptrs s f begin end scratch status FUSER_LANES fuser_zeros".split())
@@ -70,11 +70,11 @@ class _Scope:
                 self.read(value, s)
                 self.declare(name, not const, s)
             case ir.Scratch(name=name):
-                self.declare(name, True, s)
+                self.declare(name, may_change=True, statement=s)
             case ir.Pointer(name=name, source=source, checked=checked):
                 self.read(source, s)
                 self.read(checked[0] if checked else None, s)
-                self.declare(name, False, s)
+                self.declare(name, may_change=False, statement=s)
             case ir.Set(target=target, value=value):
                 self.read(target, s)
                 self.read(value, s)
@@ -105,7 +105,7 @@ class _Scope:
                 self.read(ir.Name("stream"), head)
                 self.read((head.count, *(r.memory for r in results)), head)
             case ir.Routine(name=name, params=params):
-                self.declare(name, False, head)
+                self.declare(name, may_change=False, statement=head)
                 inner.own.update({p: True for _, p in params})
             case _:
                 self.read(getattr(head, "test", None), head)
@@ -123,8 +123,8 @@ def _names(node: Any) -> Iterator[str]:
 
 def _names_of(offset: ir.Offset) -> Iterator[str]:
     for s in sorted(symbols(offset.e)):
-        if s.kind == INDIRECT:
-            yield from _names(offset.scope.ref(int(s.name[1:])))
+        if s.row is not None:
+            yield from _names(offset.scope.ref(s.row))
         elif offset.scope.slots is None:
             yield s.name
 
