@@ -23,9 +23,9 @@ from fuser.kernel_store import reason_of
 from fuser.reasons import as_json
 from fuser.runtime import background, peer, process, workers
 
-IDLE_SECONDS = 30.0
-GLANCE_SECONDS = 0.5
-NICE = 5
+IDLE_SECONDS = 30.0  # without a request, after which the process ends
+GLANCE_SECONDS = 0.5  # between looks at whether the parent lives
+NICE = 5  # how far the process gives way to others
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

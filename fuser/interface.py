@@ -213,9 +213,10 @@ def is_fusible(node: torch.fx.Node) -> Fusibility:
     if not isinstance(node, torch.fx.Node):
         raise GraphError(f"is_fusible was given a {type(node).__name__}: expected a torch.fx.Node of a graph")
     if node.op == "call_module":
-        return Fusibility(False, f"{node.name} calls a module: register the graph, or ask about the calls inside it")
+        why = f"{node.name} calls a module: register the graph, or ask about the calls inside it"
+        return Fusibility(fusible=False, reason=why)
     if node.op not in ("call_function", "call_method"):
-        return Fusibility(False, f"{node.name} is of the kind {node.op}, which computes nothing")
+        return Fusibility(fusible=False, reason=f"{node.name} is of the kind {node.op}, which computes nothing")
     operators, blocked = operators_of(node)
     reason = blocked[0] if blocked else compiler.why_not_lowered(operators)
     return Fusibility(reason is None, reason or "")

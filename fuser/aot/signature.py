@@ -11,7 +11,7 @@ from fuser.canonical.portable import decode_value
 from fuser.errors import InputError
 from fuser.ir.sizes import LE, PUSH, SLOT, run_program
 
-_MOST_RIGHT = 4096
+_MOST_RIGHT = 4096  # combinations of sizes that fulfilled the guards and are remembered
 _NUMBERS = {"int": int, "float": float, "bool": bool}
 
 

@@ -64,7 +64,7 @@ class ByRows:
         if not out.numel():
             return out, sums
         mapped = block_map(blocks) if blocks.partial is not None and not self.mods.masks else None
-        ways = Ways.of(q, columns, False)
+        ways = Ways.of(q, columns, rounded=False)
         made = self._made_for(buffers, working, ways, mapped is not None)
         keys = k.to(ways.first).expand(batch, -1, -1, -1)
         values = v.to(ways.second).expand(batch, -1, -1, -1)

@@ -28,10 +28,10 @@ from fuser.runtime import launcher
 
 aten = torch.ops.aten
 _MOST_VARIANTS = 16  # kernels of one handle, for sizes with other divisors
-_MOST_HANDLES = 256
+_MOST_HANDLES = 256  # kernels of attention that a process keeps ready
 _KEYS = ("keys_count", "keys", "full_keys_count", "full_keys")
 _QUERIES = ("queries_count", "queries", "full_queries_count", "full_queries")
-_WIDE = 1 << 31
+_WIDE = 1 << 31  # scores of a head from which their offsets need 64 bits
 _handles: LRUCache[Any, Callable[..., Any]] = LRUCache(_MOST_HANDLES)
 _lock = forks.lock()
 _LN2 = math.log(2)
@@ -116,7 +116,7 @@ def _listed(
 def _graph(mods: Mods | Added, buffers: int, others: tuple[str, ...]) -> CanonicalGraph:
     scores = write_scores(mods, buffers, torch.float32, others)
     scores.add_up()
-    found = canonicalize(scores.graph, True)
+    found = canonicalize(scores.graph, functional=True)
     if found.blocked or found.bound:
         raise Unsupported(found.blocked[0] if found.blocked else "a score modification holds a constant tensor")
     return found.graph

@@ -11,7 +11,7 @@ from fuser.lazy_dataclasses import dataclass
 
 BLOCK = 64  # queries that share a range of keys; range ends are multiples of it
 HUGE = -1e9  # a number at most this masks a key, beside a key with more than `LEAST`
-LEAST = -1e6
+LEAST = -1e6  # a mask above this leaves a key some weight beside others
 RANGES = "fuser_reach"  # in a node's metadata: the `Reach` of its mask
 
 

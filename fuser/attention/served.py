@@ -87,7 +87,7 @@ class Backward(_Served):
     def _kernels(self) -> Any:
         from fuser.attention.kernels import Kernels
 
-        return Kernels(self.mods, False)
+        return Kernels(self.mods, sums=False)
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, sums: torch.Tensor,

@@ -167,7 +167,7 @@ def _tanhshrink(b: Builder, input: Any) -> Any:
 
 def _normalize(b: Builder, input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
     _refuse_if(out is not None, "normalize into out")
-    norm = b.aten("clamp_min", _norm(b, input, p, dim, True), eps)
+    norm = b.aten("clamp_min", _norm(b, input, p, dim, keepdim=True), eps)
     return b.aten("div", input, b.aten("expand_as", norm, input))
 
 

@@ -188,7 +188,7 @@ def _of_schema(overload: _Overload, args: Sequence[Any], kwargs: Mapping[str, An
     written = [name for name in overload.written if given.get(name) is not None]
     if any(not isinstance(given[name], (list, tuple)) for name in written if name in overload.lists):
         return None
-    if overload.trained is not None and _is_trained(given, overload.trained, True):
+    if overload.trained is not None and _is_trained(given, overload.trained, default=True):
         return Effect.WRITES
     return Effect.NONE if not written else Effect.RETURNS_WRITTEN if overload.returned else Effect.WRITES
 

@@ -138,9 +138,9 @@ class ProgramBuilder:
         for b in buffers:
             if b.name in outputs:
                 size = self.ctx.result_sizes.get(b.name, b.size)
-                self.add_buffer(b.name, b.dtype, size, result_strides(self.ctx, b), True)
+                self.add_buffer(b.name, b.dtype, size, result_strides(self.ctx, b), output=True)
             else:
-                self.add_buffer(b.name, b.dtype, b.size, b.stride, False)
+                self.add_buffer(b.name, b.dtype, b.size, b.stride, output=False)
 
     @property
     def n_inputs(self) -> int:

@@ -27,7 +27,7 @@ from fuser.lazy_dataclasses import dataclass
 
 Clock = Callable[[], tuple[float, float]]  # seconds on the clock, and CPU seconds of this thread
 
-_CHANCE = 0.005
+_CHANCE = 0.005  # of an order among equal times that ends a contest
 _SAMPLE_SECONDS = 2e-4  # a sample is several short calls, or one long call
 _FEWEST, _MOST = 5, 15  # rounds: the fewest if a call takes long, and the most
 _SECONDS = 0.02  # CPU seconds after which no round begins, except the fewest
@@ -107,7 +107,7 @@ def compete(
     """
     clear = _warm_up(kernel, other, args, limit, now)
     if clear is not None:
-        return Outcome(clear[0], False, clear[1])
+        return Outcome(clear[0], slower=False, faster=clear[1])
     mine, theirs = Samples(), Samples()
     turns = ((mine, kernel), (theirs, other))
     start = now()

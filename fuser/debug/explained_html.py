@@ -53,7 +53,7 @@ def _graph(g: Graph) -> str:
     told = [f"<h3>{_text(title)}</h3><p>{_text(g.route + why)}, {g.seconds:.3f} s</p>"]
     told += [_group(group) for group in g.groups]
     if g.not_fused:
-        told.append(_operators("On ATen", sorted(g.not_fused, key=lambda o: -o.bytes), True))
+        told.append(_operators("On ATen", sorted(g.not_fused, key=lambda o: -o.bytes), why=True))
     return "".join(told)
 
 

@@ -242,7 +242,7 @@ class _Signature:
 
 def _fused_function(script: Any) -> Any:
     script = script.original if isinstance(script, FusedFunction) else script
-    fused = _fused(script.inlined_graph, False)
+    fused = _fused(script.inlined_graph, evaluating=False)
     made = _same_function(script)
     made.run = _C._create_function_from_graph(script.name, fused.graph)
     native: Any = launcher.native()

@@ -17,7 +17,7 @@ from fuser.passes.hints import same, size_hint
 from fuser.reasons import because
 
 REASON = because("not_traced", "it writes a tensor by a call that reads other elements of it")
-_MOST_STEPS = 10_000
+_MOST_STEPS = 10_000  # of a search, after which two tensors count as overlapping
 # They read other elements than the one that they write, so no operand may be the written tensor.
 _CROSSING = frozenset(
     "mm bmm mv matmul addmm addmv addbmm baddbmm addr index_add index_copy index_put index_reduce put scatter "

@@ -18,7 +18,7 @@ from fuser.reasons import because
 Node = Any
 Value = Any
 _FIRST = -1  # the level of values that depend on no fusible call
-_LAST = 1 << 30
+_LAST = 1 << 30  # larger than the number of any node
 
 # Calls that are worth a kernel of their own: eager makes several passes over memory, or computes much.
 COSTLY = frozenset(

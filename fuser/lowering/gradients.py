@@ -26,13 +26,13 @@ def sum_over(ctx: LoweringContext, like: TensorBox, dims: Sequence[int], value: 
     """The node's result `result`: `value` summed over `dims` of the size of `like`; unsummed if there are none."""
     if not dims:
         return ctx.pointwise(ctx.size_of(like), ctx.meta[result].dtype, value, ctx.order_of_meta(result))
-    return reduce_to_result(ctx, "sum", like, dims, False, lambda _, i: value(i), result=result)
+    return reduce_to_result(ctx, "sum", like, dims, lambda _, i: value(i), result=result)
 
 
 def mean_over(ctx: LoweringContext, like: TensorBox, dims: Sequence[int], value: Loader, wide: torch.dtype) -> Loader:
     """A loader, over the size of `like`, of the mean of `value` over `dims`."""
     size = ctx.size_of(like)
-    load = ctx.loader(reduce(ctx, "sum", like, dims, True, wide, lambda _, i: value(i)), size, wide)
+    load = ctx.loader(reduce(ctx, "sum", like, dims, wide, lambda _, i: value(i), keepdim=True), size, wide)
     n = product(size[d] for d in dims)
     return lambda i: ops.div(load(i), number_of(ctx, n, wide))
 
@@ -200,7 +200,7 @@ def channel_sums(
     """`value` summed over `dims`; over all dims after the channels, one number per channel of each sample."""
     if not dims:
         return ctx.pointwise(ctx.size_of(x), wide, value)
-    return reduce(ctx, "sum", x, dims, False, wide, lambda _, i: value(i))
+    return reduce(ctx, "sum", x, dims, wide, lambda _, i: value(i))
 
 
 def _group_mean(
@@ -215,7 +215,7 @@ def _group_mean(
     def value(v: Value, i: Index) -> Value:
         return ops.mul(v, weight((i[0], i[1] * each + i[2]))) if weight is not None else v
 
-    load = ctx.loader(reduce(ctx, "sum", grouped, 2, False, wide, value), shape[:2], wide)
+    load = ctx.loader(reduce(ctx, "sum", grouped, 2, wide, value), shape[:2], wide)
     n = product([ctx.canon(each), *rest])
     return lambda i: ops.div(load(i), number_of(ctx, n, wide))
 

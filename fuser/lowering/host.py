@@ -69,7 +69,7 @@ _ALIKE: dict[str, Callable[..., Expr]] = {
     "host.min": lambda a, b: call("min", a, b), "host.max": lambda a, b: call("max", a, b),
     "host.floor": lambda a: a, "host.ceil": lambda a: a, "host.trunc": lambda a: a, "host.round": lambda a: a,
 }  # fmt: skip
-_MOST_POWER = 8
+_MOST_POWER = 8  # of a size, written as a product
 
 
 def _divided(ctx: LoweringContext, op: str, a: Expr, b: Expr) -> Expr:

@@ -33,7 +33,7 @@ def loss(ctx: LoweringContext, operands: Sequence[Operand], body: Body, reductio
     first = next(o for o in operands if isinstance(o, TensorBox))
     n = product(size)
     return reduce_to_result(
-        ctx, "sum", expanded(ctx, first, size), None, False, lambda _, i: body(*(load(i) for load in loads)),
+        ctx, "sum", expanded(ctx, first, size), None, lambda _, i: body(*(load(i) for load in loads)),
         finish=(lambda v: ops.div(v, number_of(ctx, n, wide))) if reduction == MEAN else None,
     )  # fmt: skip
 
@@ -367,9 +367,9 @@ class LogSoftmax:
         self.wide = compute_dtype(dtype)
         size = ctx.size_of(x)
         self.load = ctx.loader(x, size, self.wide)
-        self.load_largest = ctx.loader(reduce(ctx, "max", x, dim, True, self.wide), size, self.wide)
+        self.load_largest = ctx.loader(reduce(ctx, "max", x, dim, self.wide, keepdim=True), size, self.wide)
         total = reduce(
-            ctx, "sum", x, dim, True, self.wide, lambda v, i: ops.exp_down(ops.sub(v, self.load_largest(i)))
+            ctx, "sum", x, dim, self.wide, lambda v, i: ops.exp_down(ops.sub(v, self.load_largest(i))), keepdim=True
         )  # fmt: skip
         self.load_total = ctx.loader(total, size, self.wide)
 
@@ -387,7 +387,7 @@ class LogSoftmax:
             out = self.at(i)
             return ops.mul(out, load_weight((i[self.dim],))) if load_weight is not None else out
 
-        return reduce(self.ctx, "sum", self.x, self.dim, False, self.wide, value)
+        return reduce(self.ctx, "sum", self.x, self.dim, self.wide, value)
 
 
 def _by_probabilities(
@@ -409,7 +409,7 @@ def _by_probabilities(
         out = ops.mul(parts.at(i), p)
         return ops.mul(out, load_weight((i[parts.dim],))) if load_weight is not None else out
 
-    rows = reduce(ctx, "sum", x, parts.dim, False, wide, value)
+    rows = reduce(ctx, "sum", x, parts.dim, wide, value)
     own = ctx.size_of(rows)
     load = ctx.loader(rows, own, wide)
     if reduction == NONE:
@@ -419,7 +419,7 @@ def _by_probabilities(
     def finish(v: Value) -> Value:
         return ops.div(v, number_of(ctx, n, wide)) if reduction == MEAN else v
 
-    return reduce_to_result(ctx, "sum", rows, None, False, lambda v, _: ops.neg(v), finish=finish)
+    return reduce_to_result(ctx, "sum", rows, None, lambda v, _: ops.neg(v), finish=finish)
 
 
 refuse(

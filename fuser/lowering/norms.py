@@ -67,8 +67,8 @@ def softmax_parts(ctx: LoweringContext, x: TensorBox, dim: int, wide: torch.dtyp
     """Loaders, over the size of `x`, of x, its largest element along `dim`, and the sum of exp(x - largest)."""
     size = ctx.size_of(x)
     load = ctx.loader(x, size, wide)
-    load_largest = ctx.loader(reduce(ctx, "max", x, dim, True, wide), size, wide)
-    total = reduce(ctx, "sum", x, dim, True, wide, lambda v, i: ops.exp_down(ops.sub(v, load_largest(i))))
+    load_largest = ctx.loader(reduce(ctx, "max", x, dim, wide, keepdim=True), size, wide)
+    total = reduce(ctx, "sum", x, dim, wide, lambda v, i: ops.exp_down(ops.sub(v, load_largest(i))), keepdim=True)
     return load, load_largest, ctx.loader(total, size, wide)
 
 
@@ -86,7 +86,7 @@ def lower_softmax_backward(
     demands.same_dtypes(grad, out)
     log = ctx.op == "aten._log_softmax_backward_data"
     g, y = ctx.loader(grad, size, wide), ctx.loader(out, size, wide)
-    total = reduce(ctx, "sum", grad, dim, True, wide, lambda v, i: v if log else ops.mul(v, y(i)))
+    total = reduce(ctx, "sum", grad, dim, wide, lambda v, i: v if log else ops.mul(v, y(i)), keepdim=True)
     s = ctx.loader(total, size, wide)
 
     def inner(i: Index) -> Value:
@@ -192,7 +192,7 @@ def rms_norm(
     size, wide = _known_last(ctx, x, shape), compute_dtype(dtype)
     dims = list(range(len(size) - len(shape), len(size)))
     eps = torch.finfo(wide).eps if eps is None else eps
-    total = reduce(ctx, "sum", x, dims, True, wide, lambda v, _: ops.mul(v, v))
+    total = reduce(ctx, "sum", x, dims, wide, lambda v, _: ops.mul(v, v), keepdim=True)
     own = ctx.size_of(total)
     load_total, load_eps = ctx.loader(total, own, wide), ctx.loader(eps, own, wide)
     n = product(size[d] for d in dims)
@@ -302,7 +302,7 @@ def lower_batch_norm_no_training(
     var: TensorBox, momentum: Any, eps: Operand,
 ) -> Statistics:  # fmt: skip
     """Batch norm with the running statistics."""
-    return _native(ctx, x, weight, bias, mean, var, False, eps)
+    return _native(ctx, x, weight, bias, mean, var, training=False, eps=eps)
 
 
 @lower("aten._native_batch_norm_legit_functional")
@@ -316,7 +316,7 @@ def lower_batch_norm_functional(
     meta = ctx.meta
     wide = compute_dtype(meta[0].dtype)
     out, batch_mean, rstd, batch_var = batch_norm(
-        ctx, x, weight, bias, None, None, True, eps, meta[0].dtype, ctx.order_of_meta(0)
+        ctx, x, weight, bias, None, None, training=True, eps=eps, dtype=meta[0].dtype, order=ctx.order_of_meta(0)
     )
     n = product(s for d, s in enumerate(ctx.size_of(x)) if d != 1)
     ctx.assume("lt", ONE, n)
@@ -337,7 +337,7 @@ def lower_batch_norm_functional(
         return ctx.pointwise(own, meta[at].dtype, inner)
 
     saved = (in_dtype(ctx, t, m.dtype) for t, m in zip((batch_mean, rstd), meta[1:3]))
-    return out, *saved, moved(mean, batch_mean, False, 3), moved(var, batch_var, True, 4)
+    return out, *saved, moved(mean, batch_mean, unbiased=False, at=3), moved(var, batch_var, unbiased=True, at=4)
 
 
 @lower("aten.instance_norm")
@@ -348,7 +348,7 @@ def lower_instance_norm(
     """Each channel of each sample normalised with its own statistics, or with running statistics."""
     dtype, order = result_dtype(ctx), ctx.order_of_meta()
     if not use_input_stats:
-        return batch_norm(ctx, x, weight, bias, mean, var, False, eps, dtype, order)[0]
+        return batch_norm(ctx, x, weight, bias, mean, var, training=False, eps=eps, dtype=dtype, order=order)[0]
     if mean is not None:
         raise Unsupported(MUTATES)
     size, wide = ctx.size_of(x), compute_dtype(dtype)
@@ -422,14 +422,14 @@ def _joined_moments(
     own = (size[0], ctx.canon(groups), ctx.canon(each))
     of_channels = moments(ctx, x, list(range(2, len(size))), wide)
     var, mean = (t.viewed(own, lambda i: (i[0], i[1] * each + i[2], *rest)) for t in of_channels)
-    whole = divided(ctx, reduce(ctx, "sum", mean, 2, True, wide), own[2], wide)
+    whole = divided(ctx, reduce(ctx, "sum", mean, 2, wide, keepdim=True), own[2], wide)
     load_var, load_whole = ctx.loader(var, own, wide), ctx.loader(whole, own, wide)
 
     def spread(v: Value, i: Index) -> Value:
         d = ops.sub(v, load_whole(i))
         return ops.add(ops.mul(d, d), load_var(i))
 
-    spreads = divided(ctx, reduce(ctx, "sum", mean, 2, True, wide, spread), own[2], wide)
+    spreads = divided(ctx, reduce(ctx, "sum", mean, 2, wide, spread, keepdim=True), own[2], wide)
     shape = (*own[:2], ONE, *(ONE for _ in rest))
     first, second = (t.viewed(shape, lambda i: i[:3]) for t in (spreads, whole))
     return first, second
@@ -461,9 +461,9 @@ def _by_channels(
     own = (size[0], ctx.canon(groups), ctx.canon(each))
 
     def of_group(value: Element | None) -> TensorBox:
-        sums = reduce(ctx, "sum", x, rest, False, wide, value)
+        sums = reduce(ctx, "sum", x, rest, wide, value)
         grouped = sums.viewed(own, lambda i: (i[0], i[1] * each + i[2]))
-        return divided(ctx, reduce(ctx, "sum", grouped, 2, False, wide), n, wide)
+        return divided(ctx, reduce(ctx, "sum", grouped, 2, wide), n, wide)
 
     def square(v: Value, i: Index) -> Value:
         d = ops.sub(v, load_mean(i))

@@ -256,7 +256,7 @@ def lower_adaptive_avg_pool(ctx: LoweringContext, x: TensorBox, out: Sequence[in
     dims, wide = [lead + 2 * k + 1 for k in range(n)], compute_dtype(dtype)
     for d in dims:
         ctx.assume("lt", ZERO, ctx.size_of(split)[d])
-    total = reduce(ctx, "sum", split, dims, False, wide)
+    total = reduce(ctx, "sum", split, dims, wide)
     count = product(ctx.size_of(split)[d] for d in dims)
     load, shape = ctx.loader(total, ctx.size_of(total), wide), ctx.size_of(total)
     return ctx.pointwise(shape, dtype, lambda i: ops.div(load(i), number_of(ctx, count, wide)), ctx.order_of_meta())

@@ -35,8 +35,8 @@ def normal_dims(dims: Dims, rank: int) -> list[int]:
 
 
 def reduce(
-    ctx: LoweringContext, kind: str, x: TensorBox, dims: Dims, keepdim: bool, dtype: torch.dtype,
-    value: Element | None = None, compute: torch.dtype | None = None, order: tuple[int, ...] | None = None,
+    ctx: LoweringContext, kind: str, x: TensorBox, dims: Dims, dtype: torch.dtype, value: Element | None = None,
+    compute: torch.dtype | None = None, order: tuple[int, ...] | None = None, *, keepdim: bool = False,
 ) -> TensorBox:  # fmt: skip
     """`kind` of `value(element, index)` over `dims`; the result is stored in `dtype`, elements are in `compute`."""
     reduced = normal_dims(dims, len(x.size))
@@ -59,8 +59,9 @@ def reduce(
 
 
 def reduce_to_result(
-    ctx: LoweringContext, kind: str, x: TensorBox, dims: Dims, keepdim: bool, value: Element | None = None,
+    ctx: LoweringContext, kind: str, x: TensorBox, dims: Dims, value: Element | None = None,
     compute: torch.dtype | None = None, finish: Callable[[Value], Value] | None = None, result: int | None = None,
+    *, keepdim: bool = False,
 ) -> TensorBox:  # fmt: skip
     """The node's result: a reduction, then `finish` in the wide dtype, in eager's dtype and memory order."""
     meta = ctx.meta if result is None else ctx.meta[result]
@@ -73,8 +74,8 @@ def reduce_to_result(
     if kind == "prod" and wide is torch.float32 and ctx.target.wide_sums:
         wide = compute = torch.float64  # otherwise the order decides whether a product that becomes 0 overflows first
     if finish is None and not rounds and wide is compute_dtype(meta.dtype):
-        return reduce(ctx, kind, x, dims, keepdim, meta.dtype, value, compute, order)
-    total = reduce(ctx, kind, x, dims, keepdim, wide, value, compute, order)
+        return reduce(ctx, kind, x, dims, meta.dtype, value, compute, order, keepdim=keepdim)
+    total = reduce(ctx, kind, x, dims, wide, value, compute, order, keepdim=keepdim)
     load = ctx.loader(total, ctx.size_of(total), wide)
     return ctx.pointwise(
         ctx.size_of(total), meta.dtype, lambda i: finish(load(i)) if finish is not None else load(i), order
@@ -107,7 +108,7 @@ def lower_sum(
     ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None
 ) -> TensorBox:
     """Sum; integers are summed in int64."""
-    return reduce_to_result(ctx, "sum", x, dims, keepdim)
+    return reduce_to_result(ctx, "sum", x, dims, keepdim=keepdim)
 
 
 @lower("aten.mean")
@@ -117,7 +118,7 @@ def lower_mean(
     """Sum divided by the number of elements."""
     n, wide = count(ctx, x, dims), compute_dtype(result_dtype(ctx))
     return reduce_to_result(
-        ctx, "sum", x, dims, keepdim, finish=lambda v: ops.div(v, number_of(ctx, n, wide))
+        ctx, "sum", x, dims, finish=lambda v: ops.div(v, number_of(ctx, n, wide)), keepdim=keepdim
     )  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def lower_nansum(
     ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None
 ) -> TensorBox:
     """Sum of the elements that are not NaN."""
-    return reduce_to_result(ctx, "sum", x, dims, keepdim, lambda v, _: _without_nan(v))
+    return reduce_to_result(ctx, "sum", x, dims, lambda v, _: _without_nan(v), keepdim=keepdim)
 
 
 def _without_nan(v: Value) -> Value:
@@ -140,10 +141,10 @@ def lower_nanmean(
     """Mean of the elements that are not NaN."""
     dtype = result_dtype(ctx)
     wide = compute_dtype(dtype)
-    total = reduce(ctx, "sum", x, dims, keepdim, wide, lambda v, _: _without_nan(v))
+    total = reduce(ctx, "sum", x, dims, wide, lambda v, _: _without_nan(v), keepdim=keepdim)
     number = reduce(
-        ctx, "sum", x, dims, keepdim, torch.int64,
-        lambda v, _: ops.to_dtype(ops.logical_not(ops.isnan(v)), torch.int64), compute=wide,
+        ctx, "sum", x, dims, torch.int64,
+        lambda v, _: ops.to_dtype(ops.logical_not(ops.isnan(v)), torch.int64), compute=wide, keepdim=keepdim,
     )  # fmt: skip
     return elementwise(ctx, [total, number], lambda a, b: ops.div(a, b), dtype)
 
@@ -152,7 +153,7 @@ def lower_nanmean(
 def lower_count_nonzero(ctx: LoweringContext, x: TensorBox, dims: Dims = None) -> TensorBox:
     """The number of elements that differ from zero."""
     return reduce_to_result(
-        ctx, "sum", x, dims, False, lambda v, _: ops.to_dtype(ops.ne(v, 0), torch.int64), x.dtype
+        ctx, "sum", x, dims, lambda v, _: ops.to_dtype(ops.ne(v, 0), torch.int64), x.dtype
     )  # fmt: skip
 
 
@@ -161,7 +162,7 @@ def lower_prod(
     ctx: LoweringContext, x: TensorBox, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> TensorBox:
     """Product, over one dim or all."""
-    return reduce_to_result(ctx, "prod", x, dim, keepdim)
+    return reduce_to_result(ctx, "prod", x, dim, keepdim=keepdim)
 
 
 @lower("aten.trace")
@@ -171,7 +172,7 @@ def lower_trace(ctx: LoweringContext, x: TensorBox) -> TensorBox:
     n = rows if ctx.hint(rows) <= ctx.hint(columns) else columns
     ctx.assume("le", n, rows)
     ctx.assume("le", n, columns)
-    return reduce_to_result(ctx, "sum", x.viewed((n,), lambda i: (i[0], i[0])), None, False)
+    return reduce_to_result(ctx, "sum", x.viewed((n,), lambda i: (i[0], i[0])), None)
 
 
 # -- any, all ----------------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def lower_any_all(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim
     dtype = result_dtype(ctx)  # uint8 for uint8
     if dims is not None and not isinstance(dims, int) and not dims:
         return elementwise(ctx, [x], lambda v: ops.to_dtype(v, dtype), dtype, compute=torch.bool)
-    out = reduce(ctx, kind, x, dims, keepdim, torch.bool, compute=torch.bool, order=order)
+    out = reduce(ctx, kind, x, dims, torch.bool, compute=torch.bool, order=order, keepdim=keepdim)
     return out if dtype is torch.bool else elementwise(ctx, [out], lambda v: ops.to_dtype(v, dtype), dtype)
 
 
@@ -191,7 +192,7 @@ def lower_any_all(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim
 def lower_amax(ctx: LoweringContext, x: TensorBox, dims: Dims = (), keepdim: bool = False) -> TensorBox:
     """Largest or smallest element; NaN if there is one."""
     need_elements(ctx, x, dims)
-    return reduce_to_result(ctx, ctx.op[-3:], x, dims, keepdim)
+    return reduce_to_result(ctx, ctx.op[-3:], x, dims, keepdim=keepdim)
 
 
 @lower("aten.max", "aten.min", decisive=EVERY)
@@ -202,8 +203,8 @@ def lower_max(ctx: LoweringContext, x: TensorBox, other: Any = None, keepdim: bo
         return (lower_maximum if kind == "max" else lower_minimum)(ctx, x, other)
     need_elements(ctx, x, other)
     if other is None:
-        return reduce_to_result(ctx, kind, x, None, False)
-    values = reduce_to_result(ctx, kind, x, other, keepdim, result=0)
+        return reduce_to_result(ctx, kind, x, None)
+    values = reduce_to_result(ctx, kind, x, other, result=0, keepdim=keepdim)
     return values, index_of(ctx, f"arg{kind}", x, other, keepdim, 1)
 
 
@@ -211,7 +212,8 @@ def lower_max(ctx: LoweringContext, x: TensorBox, other: Any = None, keepdim: bo
 def lower_aminmax(ctx: LoweringContext, x: TensorBox, dim: int | None = None, keepdim: bool = False) -> Any:
     """Smallest and largest element."""
     need_elements(ctx, x, dim)
-    return tuple(reduce_to_result(ctx, kind, x, dim, keepdim, result=n) for n, kind in enumerate(("min", "max")))
+    kinds = enumerate(("min", "max"))
+    return tuple(reduce_to_result(ctx, kind, x, dim, result=n, keepdim=keepdim) for n, kind in kinds)
 
 
 def index_of(
@@ -230,7 +232,7 @@ def index_of(
 
     order = ctx.order_of_meta(result)
     compute = torch.uint8 if x.dtype is torch.bool else compute_dtype(x.dtype)
-    return reduce(ctx, kind, x, dims, keepdim, torch.int64, pair, compute, order)
+    return reduce(ctx, kind, x, dims, torch.int64, pair, compute, order, keepdim=keepdim)
 
 
 @lower("aten.argmax", "aten.argmin", decisive=EVERY)
@@ -248,14 +250,14 @@ def moments(
 ) -> tuple[TensorBox, TensorBox]:  # fmt: skip
     """Variance (sum of squares over count - correction) and mean along `dims`, dims kept; two passes."""
     n = count(ctx, x, dims)
-    mean = divided(ctx, reduce(ctx, "sum", x, dims, True, wide), n, wide)
+    mean = divided(ctx, reduce(ctx, "sum", x, dims, wide, keepdim=True), n, wide)
     load_mean = ctx.loader(mean, ctx.size_of(x), wide)
 
     def square(v: Value, index: Index) -> Value:
         d = ops.sub(v, load_mean(index))
         return ops.mul(d, d)
 
-    total = reduce(ctx, "sum", x, dims, True, wide, square)
+    total = reduce(ctx, "sum", x, dims, wide, square, keepdim=True)
     return divided(ctx, total, n, wide, correction), mean
 
 
@@ -279,8 +281,8 @@ def shifted_moments(
         d = ops.sub(v, first(index))
         return ops.mul(d, d)
 
-    sums = reduce(ctx, "sum", x, dims, True, wide, lambda v, i: ops.sub(v, first(i)))
-    squares = reduce(ctx, "sum", x, dims, True, wide, square)
+    sums = reduce(ctx, "sum", x, dims, wide, lambda v, i: ops.sub(v, first(i)), keepdim=True)
+    squares = reduce(ctx, "sum", x, dims, wide, square, keepdim=True)
     own = ctx.size_of(sums)
     load_sum, load_squares = ctx.loader(sums, own, wide), ctx.loader(squares, own, wide)
 
@@ -367,18 +369,20 @@ def vector_norm(ctx: LoweringContext, x: TensorBox, order: float, dims: Dims, ke
     if math.isinf(order):
         if order > 0 or count(ctx, x, dims) != ONE:
             need_elements(ctx, x, dims)
-        return reduce_to_result(ctx, "max" if order > 0 else "min", x, dims, keepdim, lambda v, _: ops.abs(v))
+        return reduce_to_result(ctx, "max" if order > 0 else "min", x, dims, lambda v, _: ops.abs(v), keepdim=keepdim)
     if order == 0:
-        return reduce_to_result(ctx, "sum", x, dims, keepdim, lambda v, _: ops.to_dtype(ops.ne(v, 0), wide))
+        return reduce_to_result(ctx, "sum", x, dims, lambda v, _: ops.to_dtype(ops.ne(v, 0), wide), keepdim=keepdim)
     if order == 1:
-        return reduce_to_result(ctx, "sum", x, dims, keepdim, lambda v, _: ops.abs(v))
+        return reduce_to_result(ctx, "sum", x, dims, lambda v, _: ops.abs(v), keepdim=keepdim)
     if order == 2:
-        return reduce_to_result(ctx, "sum", x, dims, keepdim, lambda v, _: ops.mul(v, v), finish=lambda v: ops.sqrt(v))
+        return reduce_to_result(
+            ctx, "sum", x, dims, lambda v, _: ops.mul(v, v), finish=lambda v: ops.sqrt(v), keepdim=keepdim
+        )
     if order < 0:  # no identity exists for these
         need_elements(ctx, x, dims)
     return reduce_to_result(
-        ctx, "sum", x, dims, keepdim, lambda v, _: ops.pow(ops.abs(v), float(order)),
-        finish=lambda v: ops.pow(v, 1.0 / order),
+        ctx, "sum", x, dims, lambda v, _: ops.pow(ops.abs(v), float(order)),
+        finish=lambda v: ops.pow(v, 1.0 / order), keepdim=keepdim,
     )  # fmt: skip
 
 
@@ -413,21 +417,21 @@ def lower_dist(ctx: LoweringContext, a: TensorBox, b: TensorBox, order: Any = 2)
         raise demands.refused("a difference of bools")
     dtype = result_dtype(ctx)
     gap = elementwise(ctx, [a, b], lambda x, y: ops.sub(x, y), dtype, ordered=False)
-    return vector_norm(ctx, gap, _order(order), None, False)
+    return vector_norm(ctx, gap, _order(order), None, keepdim=False)
 
 
 @lower("aten.logsumexp")
 def lower_logsumexp(ctx: LoweringContext, x: TensorBox, dims: Dims, keepdim: bool = False) -> TensorBox:
     """log(sum(exp(x))), shifted by the largest element unless that is infinite."""
     wide = compute_dtype(result_dtype(ctx))
-    largest = reduce(ctx, "max", x, dims, True, wide)
+    largest = reduce(ctx, "max", x, dims, wide, keepdim=True)
     own = ctx.size_of(largest)
     load = ctx.loader(largest, own, wide)
     shift = ctx.pointwise(
         own, wide, lambda i: ops.where(ops.isinf(load(i)), ops.constant(0.0, wide), load(i))
     )  # fmt: skip
     load_shift = ctx.loader(shift, ctx.size_of(x), wide)
-    total = reduce(ctx, "sum", x, dims, True, wide, lambda v, i: ops.exp(ops.sub(v, load_shift(i))))
+    total = reduce(ctx, "sum", x, dims, wide, lambda v, i: ops.exp(ops.sub(v, load_shift(i))), keepdim=True)
     loads = ctx.loader(total, own, wide), ctx.loader(shift, own, wide)
     out = ctx.pointwise(own, wide, lambda i: ops.add(ops.log(loads[0](i)), loads[1](i)))
     return squeezed(ctx, out, x, dims, keepdim, None, None)
@@ -444,14 +448,14 @@ def lower_cosine_similarity(
     full = [expanded(ctx, x, size) for x in (a, b)]
     scaled = []
     for x in full:
-        total = reduce(ctx, "sum", x, dim, True, wide, lambda v, _: ops.mul(v, v))
+        total = reduce(ctx, "sum", x, dim, wide, lambda v, _: ops.mul(v, v), keepdim=True)
         load, load_total = ctx.loader(x, size, wide), ctx.loader(total, size, wide)
 
         def unit(i: Index, load: Any = load, load_total: Any = load_total) -> Value:
             return ops.div(load(i), ops.maximum(ops.sqrt(load_total(i)), float(eps)))
 
         scaled.append(unit)
-    return reduce_to_result(ctx, "sum", full[0], dim, False, lambda _, i: ops.mul(scaled[0](i), scaled[1](i)))
+    return reduce_to_result(ctx, "sum", full[0], dim, lambda _, i: ops.mul(scaled[0](i), scaled[1](i)))
 
 
 def expanded(ctx: LoweringContext, x: TensorBox, size: tuple[Expr, ...]) -> TensorBox:

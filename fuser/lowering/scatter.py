@@ -158,7 +158,7 @@ def lower_index_add(
     def value(i: Index) -> Value:
         return load(i) if plain else ops.mul(load(i), factor(()))
 
-    return along(ctx, x, d, index, value, "sum", False, size)
+    return along(ctx, x, d, index, value, "sum", wraps=False, size=size)
 
 
 @lower("aten.index_copy")
@@ -167,7 +167,7 @@ def lower_index_copy(ctx: LoweringContext, x: TensorBox, dim: int, index: Tensor
     demands.same_dtypes(x, source)
     size = ctx.size_of(source)
     load = cast_loader(ctx, source, size, x.dtype)
-    return along(ctx, x, wrap_dim(dim, len(x.size)), index, load, "", False, size)
+    return along(ctx, x, wrap_dim(dim, len(x.size)), index, load, "", wraps=False, size=size)
 
 
 @lower("aten.index_reduce")
@@ -180,14 +180,14 @@ def lower_index_reduce(
     size, how = ctx.size_of(source), combined(reduce)
     load = cast_loader(ctx, source, size, x.dtype)
     start = None if include_self else REDUCTIONS[how].identity(x.dtype)
-    return along(ctx, x, wrap_dim(dim, len(x.size)), index, load, how, False, size, start)
+    return along(ctx, x, wrap_dim(dim, len(x.size)), index, load, how, wraps=False, size=size, start=start)
 
 
 @lower("aten.index_fill")
 def lower_index_fill(ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, value: Operand) -> TensorBox:
     """A number written at the indices `index` along `dim`."""
     fill = cast_loader(ctx, value, (), x.dtype)
-    return along(ctx, x, wrap_dim(dim, len(x.size)), index, lambda i: fill(()), "", True)
+    return along(ctx, x, wrap_dim(dim, len(x.size)), index, lambda i: fill(()), "", wraps=True)
 
 
 # -- x[i, :, j, …] = values --------------------------------------------------------------------------------------------

@@ -106,7 +106,8 @@ class _Surveyor:
         if node.op == "getitem":
             meta = args[0][args[1]]
         else:
-            meta = lowering.run_meta(node.op, on_meta(args), on_meta(kwargs), False, self.state.ctx.target.like)
+            device = self.state.ctx.target.like
+            meta = lowering.run_meta(node.op, on_meta(args), on_meta(kwargs), fused=False, device=device)
         for i in node.refs():  # an in-place operator may have changed its argument's sizes
             box = self.state.values[i]
             if isinstance(box, TensorBox) and tuple(map(self.state.ctx.hint, box.size)) != tuple(metas[i].shape):

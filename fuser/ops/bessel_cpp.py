@@ -96,8 +96,8 @@ def _modified(order: int, scaled: bool) -> Callable[[str], str]:
 
 
 for _order in (0, 1):
-    double_pair(HELPERS, f"k{_order}", _modified(_order, False))
-    double_pair(HELPERS, f"k{_order}e", _modified(_order, True))
+    double_pair(HELPERS, f"k{_order}", _modified(_order, scaled=False))
+    double_pair(HELPERS, f"k{_order}e", _modified(_order, scaled=True))
 
 
 # Of |x|. exp(x^2) uses the square together with its rounding error.

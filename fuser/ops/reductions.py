@@ -118,11 +118,11 @@ ROWS = (
         idempotent=True,
     ),
     ReductionRow(
-        "argmax", _index(torch.argmax), smallest, _replaces(">"), same, _BETTER_MAX, NUMBERS, torch.int64, True,
+        "argmax", _index(torch.argmax), smallest, _replaces(">"), same, _BETTER_MAX, NUMBERS, torch.int64, index=True,
         overtakes=_overtakes("<=", ">"), idempotent=True, extreme=">", value="max", folder="fuser_combine_argmax",
     ),
     ReductionRow(
-        "argmin", _index(torch.argmin), largest, _replaces("<"), same, _BETTER_MIN, NUMBERS, torch.int64, True,
+        "argmin", _index(torch.argmin), largest, _replaces("<"), same, _BETTER_MIN, NUMBERS, torch.int64, index=True,
         overtakes=_overtakes(">=", "<"), idempotent=True, extreme="<", value="min", folder="fuser_combine_argmin",
     ),
 )  # fmt: skip

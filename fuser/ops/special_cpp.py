@@ -84,8 +84,8 @@ def _bessel(order: int, scaled: bool) -> Callable[[str], str]:
 
 
 for _order in (0, 1):
-    double_pair(HELPERS, f"i{_order}", _bessel(_order, False))
-    double_pair(HELPERS, f"i{_order}e", _bessel(_order, True))
+    double_pair(HELPERS, f"i{_order}", _bessel(_order, scaled=False))
+    double_pair(HELPERS, f"i{_order}e", _bessel(_order, scaled=True))
 
 # By w = -log(1 - x^2), or its square root if that is large. (The vector library's log is slow for negative numbers.)
 _add("fuser_erfinv_f64", f"""\

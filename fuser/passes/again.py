@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 AGAIN = "again"  # marks calls that the backward recomputes; `norms_apart` gives each reader its own copy
-_MOST_READERS = 3
+_MOST_READERS = 3  # that each get a copy of a call
 
 
 def norms_apart(module: fx.GraphModule) -> int:

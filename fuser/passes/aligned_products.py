@@ -152,7 +152,7 @@ def _rewrite(node: fx.Node, product: Product, made: dict[tuple[fx.Node, Padding]
             return source  # type: ignore[no-any-return]
         if turned:
             base = _turned(source) or call(aten.permute.default, source, [1, 0])
-            return call(aten.permute.default, padded(base, more[::-1], False), [1, 0])
+            return call(aten.permute.default, padded(base, more[::-1], turned=False), [1, 0])
         if (source, more) not in made:
             made[source, more] = call(aten.constant_pad_nd.default, source, [0, more[1], 0, more[0]], 0.0)
         return made[source, more]

@@ -258,7 +258,7 @@ def _peel(found: _Found, autocast: Autocast, calm: Calm) -> None:
         if len(dtypes) == 1 and dtypes <= SIXTEEN and not needed:
             found.wide = last is not found.last
         else:
-            q, k, v = (peeled(f, False, lambda n: calm(n, found.last)) for f in (found.q, found.k, found.v))
+            q, k, v = (peeled(f, casts=False, calm=lambda n: calm(n, found.last)) for f in (found.q, found.k, found.v))
     found.q, found.k = q.factor, k.factor
     if v.scale == 1:
         found.v = v.factor
@@ -315,7 +315,9 @@ def _is_slower(found: _Found, dtype: torch.dtype, shape: Sequence[str]) -> bool:
     at = found.q.order[-1]
     assert at is not None, "queries without the dim that is multiplied"
     n, heads, width = math.prod(batch[:1]), math.prod(batch[1:]), size_hint(q.shape[at])
-    a = providers.Attention(n, heads, heads, rows, keys, width, dtype, False, None, None, trained, True)
+    a = providers.Attention(
+        n, heads, heads, rows, keys, width, dtype, causal=False, mask=None, scale=None, backward=trained, rounded=True
+    )
     if not trained:
         return providers.is_faster_written(a)
     if keys < _MANY_KEYS[narrow]:

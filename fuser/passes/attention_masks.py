@@ -21,7 +21,7 @@ from fuser.passes.masks import HUGE, is_mask
 from fuser.passes.products import Mismatch
 
 _LIMITS = (torch.float32, torch.float64)  # dtypes in which a huge negative number is added to scores
-_LARGEST_SCORE = 1e6
+_LARGEST_SCORE = 1e6  # in magnitude, as far as scores of a model go
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def without_mask(node: fx.Node) -> int:
     q, k, value = value_of(node.args[0]), value_of(node.args[1]), value_of(mask)
     if q is None or k is None or value is None:
         return 0
-    step: Step = Fill(mask, False, -math.inf) if value.dtype is torch.bool else Bias(mask)
+    step: Step = Fill(mask, filled=False, value=-math.inf) if value.dtype is torch.bool else Bias(mask)
     causal = is_causal([step], q.dtype, (str(q.shape[-2]), str(k.shape[-2])))
     if not causal:
         total = _total([step])
@@ -164,7 +164,7 @@ def _infinite(node: fx.Node, mask: fx.Node, total: torch.Tensor, query: torch.Te
     if total.dim() < 2 or bool((total == -math.inf).all(-1).any()):
         return 0
     with node.graph.inserting_before(node):
-        node.replace_input_with(mask, _filled(node.graph, Fill(mask, False, -math.inf), query, -math.inf))
+        node.replace_input_with(mask, _filled(node.graph, Fill(mask, filled=False, value=-math.inf), query, -math.inf))
     return 1
 
 
@@ -270,5 +270,5 @@ def _with_means(graph: fx.Graph, fill: Fill, q: fx.Node) -> tuple[fx.Node, dict[
     gone = condition if fill.filled else emit(graph, torch.logical_not, condition)
     lost = emit(graph, torch.all, gone, dim=-1, keepdim=True)
     left = emit(graph, torch.logical_and, gone, emit(graph, torch.logical_not, lost))
-    mask = _filled(graph, Fill(left, True, -math.inf), query, -math.inf)
+    mask = _filled(graph, Fill(left, filled=True, value=-math.inf), query, -math.inf)
     return emit(graph, torch.Tensor.masked_fill, q, lost, 0.0), {"attn_mask": mask}

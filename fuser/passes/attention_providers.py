@@ -122,7 +122,7 @@ def _contestants(a: Attention, names: list[str]) -> Mapping[str, Contestant]:
     def by_parts(rounded: bool) -> tuple[torch.Tensor, ...]:
         if a.backward:
             return attend_backward(grad, q, k, v, sums, *given, rounded, a.reach)
-        return attend(q, k, v, *given, rounded, False, a.reach)[:1]
+        return attend(q, k, v, *given, rounded, sums=False, reach=a.reach)[:1]
 
     def written() -> tuple[torch.Tensor, ...]:
         keys, values = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))

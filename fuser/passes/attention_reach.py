@@ -31,7 +31,7 @@ _PLACES: dict[Any, tuple[int, int | str]] = {
     aten._scaled_dot_product_cudnn_attention.default: (0, 3),
     aten._scaled_dot_product_cudnn_attention_backward.default: (1, 8),
 }
-_FEWEST_KEYS = 256
+_FEWEST_KEYS = 256  # of a call whose mask is looked at
 _MOST = 0.8  # share of the scores up to which leaving out the others pays
 _MOST_SIZES = 64  # kept for one mask
 

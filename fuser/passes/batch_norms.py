@@ -41,7 +41,7 @@ def fold_batch_norms(module: fx.GraphModule) -> int:
 
 
 def _may_fold(conv: Call, norm: Call) -> bool:
-    if conv.name != "conv" or len(conv.node.users) != 1 or norm.arg(5, "training", False) is not False:
+    if conv.name != "conv" or len(conv.node.users) != 1 or norm.arg(5, "training", default=False) is not False:
         return False
     weight, out = value_of(conv.arg(1, "weight")), value_of(norm.node)
     tensors = [value_of(conv.arg(0, "input")), weight, out, *map(value_of, _statistics(norm))]

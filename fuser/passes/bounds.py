@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fuser.lazy_dataclasses import dataclass
 
 aten: Any = torch.ops.aten
-MOST_NODES = 256
-_DEEPEST = 48
+MOST_NODES = 256  # whose bounds one `Bounds` computes; of others nothing is known
+_DEEPEST = 48  # calls behind each other that it follows
 _EXACT = 2.0**53 - 1  # float64 represents all integers up to here exactly
 
 

@@ -16,7 +16,7 @@ from fuser.passes.calls import value_of, writes
 from fuser.passes.hints import are_numbers
 
 LARGEST = 1 << 24  # elements of any intermediate tensor
-_MOST_NODES = 32
+_MOST_NODES = 32  # that are computed for one constant
 
 
 def evaluated(node: Any) -> torch.Tensor | None:

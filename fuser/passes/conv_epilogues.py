@@ -20,7 +20,7 @@ from fuser.passes.onednn import FROZEN
 
 aten = torch.ops.aten
 _NORM = aten._native_batch_norm_legit_no_training.default
-_MOST_SUMS = 2
+_MOST_SUMS = 2  # tensors that an epilogue adds
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from fuser.kernel_spec import memory_order
 from fuser.passes.classify import tensors_of
 
-_UNKNOWN = 8192
+_UNKNOWN = 8192  # the guess for a size without an example
 
 
 def size_hint(size: Any) -> int:

@@ -15,7 +15,7 @@ from torch import fx
 from fuser.passes.calls import call_of, number_of, value_of
 
 HUGE = -1e9  # at most this: such a score has no weight beside others
-_DEEPEST = 12
+_DEEPEST = 12  # calls behind each other that the question follows
 _MOVES = frozenset(
     "getitem unsqueeze squeeze view reshape expand expand_as transpose permute contiguous to float type detach".split()
 )

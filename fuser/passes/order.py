@@ -52,7 +52,7 @@ class Step:
 def step_of(node: fx.Node, rank: int) -> Step:
     """The step of a call that is not in a group."""
     writes = [base_of(node.args[0])] if is_mutable(node) and node.args else []
-    return Step([node], node.all_input_nodes, rank, writes, MARK in node.meta, False, node)
+    return Step([node], node.all_input_nodes, rank, writes, MARK in node.meta, grouped=False, node=node)
 
 
 def rank_of(plan: GroupPlan, rank: Mapping[fx.Node, int]) -> int:

@@ -45,7 +45,7 @@ def lower_to_reduction(name: str) -> Any:
 
 
 def _lower(name: str, ctx: LoweringContext, x: TensorBox, dim: Dims = None, keepdim: bool = False) -> TensorBox:
-    return reduce_to_result(ctx, name, x, dim, keepdim)
+    return reduce_to_result(ctx, name, x, dim, keepdim=keepdim)
 
 
 def unregister_reduction(name: str) -> None:

@@ -43,7 +43,7 @@ def peeled(factor: Factor, casts: bool, calm: Callable[[fx.Node], bool]) -> Peel
         node, call = factor.node, call_of(factor.node)
         source = _swap_source(node)
         if source is not None:
-            factor = factor.of(source, True)
+            factor = factor.of(source, swap=True)
         elif call is not None and call.name in ("mul", "div") and shape_of(node):
             try:
                 source, number = without_scale(call)
@@ -53,9 +53,9 @@ def peeled(factor: Factor, casts: bool, calm: Callable[[fx.Node], bool]) -> Peel
             if before is None or after is None or before.dtype != after.dtype or shape_of(source) != shape_of(node):
                 return best
             scale *= number
-            factor = factor.of(source, False)
+            factor = factor.of(source, swap=False)
         elif casts and call is not None and call.name in CASTS and _widens(call):
-            factor, wide = factor.of(call.args[0], False), True
+            factor, wide = factor.of(call.args[0], swap=False), True
         else:
             return best
         if not calm(factor.node):

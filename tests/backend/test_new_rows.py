@@ -54,7 +54,7 @@ COMPOUND = ReductionRow(
 def rows(monkeypatch):
     monkeypatch.setitem(REDUCTIONS, "compound", COMPOUND)
     fuser.register_op(BENT, operator=bent)
-    fuser.register_lowering(compound, lambda ctx, x, dim: reduce_to_result(ctx, "compound", x, dim, False))
+    fuser.register_lowering(compound, lambda ctx, x, dim: reduce_to_result(ctx, "compound", x, dim))
     yield
     fuser.unregister_op("bent")
     fuser.unregister_lowering(compound)

@@ -27,6 +27,11 @@ def texts() -> dict[str, str]:
     return {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in sorted(ROOT.rglob("*.py"))}
 
 
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(text) for name, text in texts().items()}
+
+
 def room(name: str) -> str:
     return name.split("/")[0]
 
@@ -89,14 +94,14 @@ def of_devices(name: str, tree: ast.Module) -> list[str]:
 
 
 def test_no_generator_knows_a_row_by_its_name() -> None:
-    readers = {name: text for name, text in texts().items() if room(name) in READERS}
-    assert [found for name, text in readers.items() for found in of_rows(name, ast.parse(text))] == []
+    readers = {name: tree for name, tree in trees().items() if room(name) in READERS}
+    assert [found for name, tree in readers.items() for found in of_rows(name, tree)] == []
 
 
 def test_no_other_room_compares_names_of_devices() -> None:
     others = {n: t for n, t in texts().items() if room(n) not in ("cpu", "cuda") and n not in OF_EAGER}
     naming = {n: t for n, t in others.items() if "is_cuda" in t or "is_cpu" in t or any(f'"{d}"' in t for d in DEVICES)}
-    assert [found for name, text in naming.items() for found in of_devices(name, ast.parse(text))] == []
+    assert [found for name in naming for found in of_devices(name, trees()[name])] == []
 
 
 @pytest.mark.parametrize(
@@ -114,3 +119,48 @@ def test_decisions_by_a_row_are_seen(text: str) -> None:
 @pytest.mark.parametrize("text", ['t.device.type == "cpu"', 't.device.type in ("cuda", "xpu")', "t.is_cuda"])
 def test_decisions_by_a_device_are_seen(text: str) -> None:
     assert of_devices("x.py", ast.parse(text))
+
+
+# Functions whose booleans are values: constants of kernels, arguments of operators, defaults, settings.
+OF_VALUES = {"Setting", "aten", "arg", "call", "constant", "eval", "get", "tensor", "write", "_constant_before"}
+NATIVE = {"event", "set_enabled"}  # functions of the native launcher take no names
+
+
+def definitions() -> set[str]:
+    nodes = (n for tree in trees().values() for n in ast.walk(tree))
+    return {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)} - OF_VALUES - NATIVE
+
+
+def by_place(name: str, tree: ast.Module, known: set[str]) -> list[str]:
+    """Each call of a function of the package that gets True or False by its place, beside other arguments."""
+    out = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and len(node.args) + len(node.keywords) > 1:
+            f = node.func
+            called = f.id if isinstance(f, ast.Name) else f.attr if isinstance(f, ast.Attribute) else ""
+            if called in known and any(isinstance(a, ast.Constant) and type(a.value) is bool for a in node.args):
+                out.append(f"{name}:{node.lineno} {ast.unparse(node)}")
+    return out
+
+
+def test_booleans_are_given_by_name() -> None:
+    known = definitions()
+    assert [found for name, tree in trees().items() for found in by_place(name, tree, known)] == []
+
+
+def numbers_in_names(name: str, tree: ast.Module) -> list[str]:
+    """Each number that is read back out of a symbol's name."""
+    calls = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "int")
+    return [f"{name}:{n.lineno} {ast.unparse(n)}" for n in calls if n.args and ".name[" in ast.unparse(n.args[0])]
+
+
+def test_no_number_is_read_out_of_a_name() -> None:
+    """A symbol of a computed index has its row. An axis gets a number above all others, to be a new one."""
+    found = [line for name, tree in trees().items() for line in numbers_in_names(name, tree)]
+    assert [line for line in found if not line.startswith("cpu/rounds.py")] == []
+
+
+def test_such_calls_are_seen() -> None:
+    assert by_place("x.py", ast.parse("reduce(x, True)"), {"reduce"})
+    assert by_place("x.py", ast.parse("nest.loop(None, False)"), {"loop"})
+    assert numbers_in_names("x.py", ast.parse("found = int(s.name[1:])"))
