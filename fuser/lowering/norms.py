@@ -38,7 +38,7 @@ def rereads(op: str, args: Sequence[Any]) -> bool:
 @lower("aten._softmax", "aten._log_softmax", "aten.softmax", "aten.log_softmax", "aten._safe_softmax")
 def lower_softmax(ctx: LoweringContext, x: TensorBox, dim: int, dtype: Any = None) -> TensorBox:
     """exp(x - max) / sum, or x - max - log(sum), along `dim`."""
-    return softmax(ctx, x, dim, result_dtype(ctx), "log_softmax" in ctx.op)
+    return softmax(ctx, x, dim, result_dtype(ctx), ctx.op in ("aten._log_softmax", "aten.log_softmax"))
 
 
 def softmax(ctx: LoweringContext, x: TensorBox, dim: int, dtype: torch.dtype, log: bool) -> TensorBox:

@@ -175,11 +175,17 @@ def lower_trace(ctx: LoweringContext, x: TensorBox) -> TensorBox:
     return reduce_to_result(ctx, "sum", x.viewed((n,), lambda i: (i[0], i[0])), None)
 
 
+_KINDS = {  # rows of the table of reductions
+    "aten.any": "any", "aten.all": "all", "aten.amax": "max", "aten.amin": "min", "aten.max": "max", "aten.min": "min",
+    "aten.argmax": "argmax", "aten.argmin": "argmin",
+}  # fmt: skip
+
+
 # -- any, all ----------------------------------------------------------------------------------------------------------
 @lower("aten.any", "aten.all", decisive=EVERY)
 def lower_any_all(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False) -> TensorBox:
     """Whether any element, or every one, is not zero. Of no dims: each element by itself, unlike other reductions."""
-    kind, order = ctx.op.removeprefix("aten."), ctx.order_of_meta()
+    kind, order = _KINDS[ctx.op], ctx.order_of_meta()
     dtype = result_dtype(ctx)  # uint8 for uint8
     if dims is not None and not isinstance(dims, int) and not dims:
         return elementwise(ctx, [x], lambda v: ops.to_dtype(v, dtype), dtype, compute=torch.bool)
@@ -192,13 +198,13 @@ def lower_any_all(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim
 def lower_amax(ctx: LoweringContext, x: TensorBox, dims: Dims = (), keepdim: bool = False) -> TensorBox:
     """Largest or smallest element; NaN if there is one."""
     need_elements(ctx, x, dims)
-    return reduce_to_result(ctx, ctx.op[-3:], x, dims, keepdim=keepdim)
+    return reduce_to_result(ctx, _KINDS[ctx.op], x, dims, keepdim=keepdim)
 
 
 @lower("aten.max", "aten.min", decisive=EVERY)
 def lower_max(ctx: LoweringContext, x: TensorBox, other: Any = None, keepdim: bool = False) -> Any:
     """The extreme of all elements; of two tensors; or along a dim, with its index."""
-    kind = ctx.op[-3:]
+    kind = _KINDS[ctx.op]
     if isinstance(other, TensorBox):
         return (lower_maximum if kind == "max" else lower_minimum)(ctx, x, other)
     need_elements(ctx, x, other)
@@ -241,7 +247,7 @@ def lower_argmax(ctx: LoweringContext, x: TensorBox, dim: int | None = None, kee
     if x.dtype is torch.bool:
         raise demands.refused("the index of an extreme of bools")
     need_elements(ctx, x, dim)
-    return index_of(ctx, ctx.op.removeprefix("aten."), x, dim, keepdim)
+    return index_of(ctx, _KINDS[ctx.op], x, dim, keepdim)
 
 
 # -- variance ----------------------------------------------------------------------------------------------------------
@@ -336,7 +342,7 @@ def lower_var(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) -> 
         var, mean = shifted_moments(ctx, x, dims, torch.float64, correction)
     else:
         var, mean = moments(ctx, x, dims, wide, correction)
-    root = "std" in ctx.op
+    root = ctx.op in ("aten.std", "aten.std_mean")
     first = squeezed(ctx, var, x, dims, keepdim, (lambda v: ops.sqrt(v)) if root else None, 0 if pair else None)
     return (first, squeezed(ctx, mean, x, dims, keepdim, None, 1)) if pair else first
 

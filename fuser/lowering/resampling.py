@@ -47,17 +47,17 @@ def _sizes(
 
 
 # -- nearest -----------------------------------------------------------------------------------------------------------
-@lower(
-    "aten.upsample_nearest1d", "aten.upsample_nearest2d", "aten.upsample_nearest3d",
-    "aten._upsample_nearest_exact1d", "aten._upsample_nearest_exact2d", "aten._upsample_nearest_exact3d",
-)  # fmt: skip
+_EXACT = ("aten._upsample_nearest_exact1d", "aten._upsample_nearest_exact2d", "aten._upsample_nearest_exact3d")
+
+
+@lower("aten.upsample_nearest1d", "aten.upsample_nearest2d", "aten.upsample_nearest3d", *_EXACT)
 def lower_nearest(ctx: LoweringContext, x: TensorBox, out: Any, *scales: float | None) -> TensorBox:
     """The element nearest to each index (or before it, if not "exact")."""
     for s in ctx.size_of(x)[1:]:  # only a batch dim may be empty
         ctx.assume("lt", 0, s)
     own, sizes, factors = _sizes(ctx, x, out, scales)
     n, lead = len(own), ctx.size_of(x)[: -len(own)]
-    exact = "exact" in ctx.op
+    exact = ctx.op in _EXACT
     load = ctx.loader(x, ctx.size_of(x), x.dtype)
 
     def inner(index: Index) -> Value:

@@ -43,7 +43,7 @@ def lower_logcumsumexp(ctx: LoweringContext, x: TensorBox, dim: int) -> TensorBo
 @lower("aten.cummax", "aten.cummin", decisive=EVERY)
 def lower_extremes(ctx: LoweringContext, x: TensorBox, dim: int) -> tuple[TensorBox, TensorBox]:
     """The largest or smallest value up to each index, and the last index at which it occurs."""
-    kind, size = ctx.op.removeprefix("aten.cum"), ctx.size_of(x)
+    kind, size = "max" if ctx.op == "aten.cummax" else "min", ctx.size_of(x)
     values = scanned(ctx, kind, x, dim, x.dtype, ctx.order_of_meta(0))
     if not size:
         return values, ctx.pointwise(size, torch.int64, lambda i: ops.constant(0, torch.int64))

@@ -522,7 +522,7 @@ def lower_atleast(ctx: LoweringContext, x: Any) -> Any:
     """With at least 1, 2 or 3 dims."""
     if isinstance(x, (tuple, list)):
         return tuple(lower_atleast(ctx, t) for t in x)
-    least = int(ctx.op[-2])
+    least = {"aten.atleast_1d": 1, "aten.atleast_2d": 2, "aten.atleast_3d": 3}[ctx.op]
     if least == 3 and len(x.size) in (1, 2):
         x = unsqueeze_box(ctx, x, len(x.size))
     while len(x.size) < least:

@@ -160,7 +160,31 @@ def test_no_number_is_read_out_of_a_name() -> None:
     assert [line for line in found if not line.startswith("cpu/rounds.py")] == []
 
 
+def taken_apart(name: str, tree: ast.Module) -> list[str]:
+    """Each decision by a part of the name of an operator that is lowered."""
+    out = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript):
+            of = node.value
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In):
+            of = node.comparators[0]
+        else:
+            of = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else node
+        if of is not node and ast.unparse(of) == "ctx.op":
+            out.append(f"{name}:{node.lineno} {ast.unparse(node)}")
+    return out
+
+
+def test_no_lowering_takes_the_name_of_an_operator_apart() -> None:
+    """But for the number of dims in names of pools."""
+    lowerings = {name: tree for name, tree in trees().items() if room(name) == "lowering"}
+    found = [line for name, tree in lowerings.items() for line in taken_apart(name, tree)]
+    assert [line for line in found if not line.startswith("lowering/pooling.py")] == []
+
+
 def test_such_calls_are_seen() -> None:
+    for text in ('kind = ctx.op.removeprefix("aten.")', "kind = ctx.op[-3:]", 'root = "std" in ctx.op'):
+        assert taken_apart("x.py", ast.parse(text))
     assert by_place("x.py", ast.parse("reduce(x, True)"), {"reduce"})
     assert by_place("x.py", ast.parse("nest.loop(None, False)"), {"loop"})
     assert numbers_in_names("x.py", ast.parse("found = int(s.name[1:])"))
