@@ -345,10 +345,12 @@ class Executor:
         return reason
 
     def device_of(self, args: Sequence[Any]) -> str | None:
+        """The device type of the first tensor argument, else of the tensors that the graph makes; None without any."""
         device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), None)
         return device if device is not None else home_of(self.spec.graph)
 
     def why_not_device(self, device: str) -> str | None:
+        """None if kernels of a device type can be made now, else the reason."""
         reason = compiler.why_not(device)
         if reason is not None and compiler.is_broken(device):
             _say_once(reason)
@@ -417,6 +419,7 @@ class Executor:
         return self._fall_back(args, PENDING)
 
     def compile(self, args: tuple[Any, ...], key: ArgSpec) -> FusedKernel:
+        """A new kernel for arguments of the class `key`. What fails is remembered and raised."""
         try:
             kernel = self._made(args)
             try:

@@ -144,6 +144,7 @@ class Bound(_Way, functools.partial):  # type: ignore[type-arg]
 
     @property
     def inside(self) -> Any:
+        """The handle that is called with the bound inputs before the others."""
         return self.func
 
 

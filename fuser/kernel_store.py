@@ -67,6 +67,7 @@ class Counted:
         self._lock, self.value = forks.lock(), 0
 
     def add_one(self) -> None:
+        """Count one more."""
         with self._lock:
             self.value += 1
 

@@ -48,6 +48,7 @@ class Ways:
 
     @staticmethod
     def of(q: torch.Tensor, keys: int, rounded: bool) -> Ways:
+        """The products of queries `q` with `keys` keys each; `rounded`: scores are rounded to the dtype of q."""
         second = product_dtype(q.dtype)
         exact = not rounded and second.itemsize < 4
         wide = second is torch.bfloat16  # float16 has too few exponents for scores before scaling

@@ -34,6 +34,7 @@ class Pointer:
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The dtype of the elements."""
         return np.dtype(_C[self.kind])
 
     def moved(self, elements: int) -> Pointer:

@@ -103,6 +103,7 @@ class Values:
         return expression(v.e)
 
     def place(self, v: ir.Value, env: Env) -> Pointer:
+        """The memory that a value names."""
         if isinstance(v, ir.Unary):
             found = self.value(v.a, env)
         else:

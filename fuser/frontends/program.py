@@ -114,14 +114,17 @@ class Program:
 
     @property
     def source(self) -> str:
+        """The Python of the program."""
         return self._text(boxed=False)
 
     @property
     def function(self) -> Callable[..., Any]:
+        """The program as a function of the inputs."""
         return self.sequence(boxed=False) or self._compile(boxed=False)
 
     @property
     def boxed(self) -> Callable[..., Any]:
+        """The program as a function of a list of the inputs, which it empties."""
         found = self.sequence(boxed=True)
         if found is not None:
             return found

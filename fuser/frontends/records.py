@@ -93,6 +93,7 @@ class CompiledGraph:
 
     @property
     def ops_fused(self) -> int:
+        """The number of calls in groups."""
         return sum(len(g.ops) for g in self.groups)
 
     @property

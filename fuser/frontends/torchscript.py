@@ -430,5 +430,6 @@ def enumerated(kind: str, value: Any) -> Any:
 
 
 def line_of(node: Any) -> str:
+    """The first line of the source of a script's node; "" if there is none."""
     where = node.sourceRange().strip().splitlines()
     return where[0].strip() if where else ""

@@ -339,6 +339,7 @@ def _first_inside(w: Sliding, d: int, at: Expr) -> Expr:
 
 
 def window_number(w: Sliding, where: Sequence[Expr]) -> Expr:
+    """The number of a point of a window, in row-major order."""
     out = ZERO
     for size, p in zip(w.size, where):
         out = out * size + p

@@ -31,6 +31,8 @@ def without_scale(call: Call) -> tuple[fx.Node, float]:
 
 @dataclass(frozen=True)
 class Peeled:
+    """A factor without what was peeled off: the number that it is scaled by, and whether it was cast to float32."""
+
     factor: Factor
     scale: float = 1.0
     wide: bool = False
@@ -113,5 +115,6 @@ def narrowed(node: fx.Node) -> fx.Node:
 
 
 def requires_grad(node: fx.Node) -> bool:
+    """Whether a node is known to be a tensor that requires a gradient."""
     value = value_of(node)
     return value is not None and value.requires_grad

@@ -24,6 +24,7 @@ class Factor:
 
     @property
     def is_plain(self) -> bool:
+        """Whether the dims are those of the node, in order."""
         return self.order == tuple(range(len(self.order)))
 
     def swapped(self) -> Factor:

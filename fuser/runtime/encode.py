@@ -48,11 +48,13 @@ class Encoder:
         self.depth = 1
 
     def slot(self, k: int) -> int:
+        """The slot `k`. BackendError if the program has none of that number."""
         if not 0 <= k < self.program.n_slots:
             raise BackendError(f"launch program: slot {k} of {self.program.n_slots} does not exist")
         return k
 
     def load(self, k: int) -> int:
+        """The slot `k`, to be read. BackendError if no earlier input binds it."""
         if self.slot(k) not in self.bound:
             raise BackendError(f"launch program: slot {k} is read before an input binds it")
         return k
@@ -84,6 +86,7 @@ class Encoder:
         return deepest
 
     def item(self, item: Bind | Check) -> None:
+        """A size or stride of an input."""
         if isinstance(item, Check):
             self.code(item.code)
             return
@@ -91,6 +94,7 @@ class Encoder:
         self.bound.add(item.slot)
 
     def input(self, pattern: InputPattern) -> None:
+        """An argument. BackendError if its dtype, device, dims or slot cannot be matched."""
         self.words.append(KINDS[pattern.kind])
         if pattern.kind == "tensor":
             if pattern.dtype not in DTYPE_WORDS or pattern.device_type not in DEVICE_TYPES:
@@ -114,6 +118,7 @@ class Encoder:
             self.bound.add(pattern.slot)
 
     def buffer(self, b: BufferPattern) -> None:
+        """A tensor to allocate."""
         kind = COUNTERS if b.counters else int(b.output)
         self.words += [kind, scalar_type(b.dtype), b.dtype.itemsize, len(b.sizes)]
         if b.output and len(b.sizes) != len(b.strides):
@@ -122,6 +127,7 @@ class Encoder:
             self.code(code)
 
     def step(self, step: Step, n_pointers: int) -> None:
+        """A step; its pointers are below `n_pointers`. BackendError if it takes others, or too many arguments."""
         for code in (step.units, step.work, step.scratch):
             self.code(code)
         if step.gpu is None:
@@ -142,6 +148,7 @@ class Encoder:
                 self.words.append(value)
 
     def outputs(self) -> None:
+        """The results. BackendError if one is neither an input nor an output buffer."""
         p = self.program
         if p.single and len(p.outputs) != 1:
             raise BackendError(f"launch program: a single result was announced, but {len(p.outputs)} are named")
@@ -158,6 +165,7 @@ class Encoder:
                 self.words += [FROM_INPUT if kind == "input" else FROM_BUFFER, i]
 
     def encode(self) -> Encoded:
+        """All words of the program."""
         p = self.program
         for pattern in p.inputs:
             self.input(pattern)
