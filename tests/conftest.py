@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import linecache
 import logging
@@ -62,8 +63,46 @@ def write_no_traces() -> None:
     traces.handlers.clear()
 
 
+def log_by_the_root() -> None:
+    """Let torch's 57 loggers propagate: pytest gives each other one two handlers, and takes them away, three times in a
+    test."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
+def set_root_level(level: int, usual: Callable[[int], None] = logging.root.setLevel) -> None:
+    """A level that is the root's already empties no caches of loggers: pytest sets it twelve times in a test."""
+    if level != logging.root.level:
+        usual(level)
+
+
+def spare_torch() -> None:
+    """Take from torch what it does for its logs and messages alone, in the modules that are imported.
+
+    Dynamo empties the processor's caches to time each graph's guards, a twentieth of the suite. Each mode of fake
+    tensors writes down where it was made, three calls in each trace. Each compilation writes torch's settings down as
+    JSON, and each joint graph and its halves as text. AOTAutograd makes twelve empty fake tensors for each graph, in
+    place of states that it sets only on demand.
+    """
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        guards.profile_guard_manager = lambda *args: 0.0
+    if fakes := sys.modules.get("torch._subclasses.fake_tensor"):
+        fakes.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
+    if utils := sys.modules.get("torch._dynamo.utils"):
+        for name in SETTINGS:
+            setattr(utils, f"_{name}_config_for_logging", lambda: None)
+    if stages := sys.modules.get("torch._functorch._aot_autograd.graph_compile"):
+        stages._log_joint_graph = lambda *args: None
+        stages._log_fw_bw_graphs = lambda *args: (None, None)
+    states = sys.modules.get("torch._decomp.decompositions_for_rng")
+    if states and not hasattr(states, "EMPTY"):
+        states.EMPTY = dict(vars(states.PhiloxState()))
+        states.PhiloxState.reset = lambda state: vars(state).update(states.EMPTY)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    write_no_traces()
+    logging.root.setLevel = set_root_level  # type: ignore[method-assign]
     torch.set_num_threads(THREADS)
     gc.set_threshold(*COLLECTIONS)
     compilers.watch()
@@ -108,97 +147,34 @@ def pytest_pycollect_makeitem(collector: pytest.Collector) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_heap() -> None:
+def quick_tests() -> None:
     """Collections in a test look at objects of its module, not at a million of torch and of earlier modules; a module
     after small ones keeps theirs."""
+    log_by_the_root()
     if any(gc.get_count()[1:]):
         gc.collect()
         gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def level(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How g++ optimises this test's kernels: as for users, or not at all, which takes half of the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compilers, "level", compilers.OPTIMISED if is_optimised(request.node) else "-O0")
-        yield
-
-
 def is_optimised(item: pytest.Item) -> bool:
     """Whether kernels are compiled as for users. In tests/unit other things than kernels are tested. Elsewhere every
-    fourth case that `make test` runs of a test with parameters is, beginning with the first, without those that a mark
-    names; of the other tests those of a fourth of the names."""
+    fourth case that `make test` runs of a test is, without those that a mark names. The test's name says which is the
+    first: of tests with one case, a fourth are."""
     if os.environ.get("FUSER_TEST_ALL") or item.get_closest_marker("optimised") is not None:
         return True
     turn, rest = divmod(sampling.position(item), sampling.share(item))
-    if not hasattr(item, "callspec"):
-        turn = zlib.crc32(item.name.encode())
+    turn += zlib.crc32(getattr(item, "originalname", item.name).encode())
     return item.path.parent.name != "unit" and not rest and turn % OPTIMISED_OF == 0
 
 
-@pytest.fixture(autouse=True)
-def some_passes_are_checked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In a share of the tests, by their names, the graph is checked after each pass: a twentieth of the suite."""
-    from fuser import config
-
-    with pytest.MonkeyPatch.context() as patch:
-        if zlib.crc32(request.node.name.encode()) % CHECKED_OF:
-            patch.setitem(config._values, "check_passes", False)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def guards_take_no_time() -> Iterator[None]:
-    """Dynamo empties the processor's caches to time each graph's guards, for its logs: a twentieth of the suite."""
-    with pytest.MonkeyPatch.context() as patch:
-        if guards := sys.modules.get("torch._dynamo.guards"):
-            patch.setattr(guards, "profile_guard_manager", lambda *args: 0.0)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def modes_keep_no_stack() -> Iterator[None]:
-    """Each mode of fake tensors writes down where it was made, for one message: three calls in each trace."""
-    with pytest.MonkeyPatch.context() as patch:
-        if fakes := sys.modules.get("torch._subclasses.fake_tensor"):
-            stacks = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
-            patch.setattr(fakes, "traceback", stacks)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def logs_take_no_time() -> Iterator[None]:
-    """Each compilation writes torch's settings down as JSON, and each joint graph and its halves as text, for logs."""
-    with pytest.MonkeyPatch.context() as patch:
-        if utils := sys.modules.get("torch._dynamo.utils"):
-            for name in SETTINGS:
-                patch.setattr(utils, f"_{name}_config_for_logging", lambda: None, raising=False)
-        if stages := sys.modules.get("torch._functorch._aot_autograd.graph_compile"):
-            patch.setattr(stages, "_log_joint_graph", lambda *args: None, raising=False)
-            patch.setattr(stages, "_log_fw_bw_graphs", lambda *args: (None, None), raising=False)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def random_states_are_made_once() -> Iterator[None]:
-    """AOTAutograd makes twelve empty fake tensors for each graph, in place of states that it sets only on demand."""
-    with pytest.MonkeyPatch.context() as patch:
-        if states := sys.modules.get("torch._decomp.decompositions_for_rng"):
-            empty = dict(vars(states.PhiloxState()))
-            patch.setattr(states.PhiloxState, "reset", lambda state: vars(state).update(empty))
-        yield
-
-
-@pytest.fixture(autouse=True)
-def no_traces() -> Iterator[None]:
-    """Also where an earlier test has set torch's logs up anew."""
+# -- around each test --------------------------------------------------------------------------------------------------
+# One fixture enters all of these: a fixture for each takes as long as a small test.
+@contextlib.contextmanager
+def same_start(item: pytest.Item) -> Iterator[None]:
+    """The same seeds and thread count for each test, whatever ran before it, and nothing written for torch's logs, also
+    where an earlier test has set them up anew."""
     write_no_traces()
-    yield
-
-
-@pytest.fixture(autouse=True)
-def same_start() -> Iterator[None]:
-    """The same seeds and thread count for each test, whatever ran before it."""
+    spare_torch()
     random.seed(0)
     np.random.seed(0)
     seed_torch()
@@ -206,8 +182,8 @@ def same_start() -> Iterator[None]:
     yield
 
 
-@pytest.fixture(autouse=True)
-def same_settings() -> Iterator[None]:
+@contextlib.contextmanager
+def same_settings(item: pytest.Item) -> Iterator[None]:
     """No test leaves a setting to later ones."""
     from fuser import config
 
@@ -219,8 +195,19 @@ def same_settings() -> Iterator[None]:
     assert not left, f"settings that the test left behind: {left}"
 
 
-@pytest.fixture(autouse=True)
-def sources_stay() -> Iterator[None]:
+@contextlib.contextmanager
+def some_passes_are_checked(item: pytest.Item) -> Iterator[None]:
+    """In a share of the tests, by their names, the graph is checked after each pass: a twentieth of the suite."""
+    from fuser import config
+
+    with pytest.MonkeyPatch.context() as patch:
+        if zlib.crc32(item.name.encode()) % CHECKED_OF:
+            patch.setitem(config._values, "check_passes", False)
+        yield
+
+
+@contextlib.contextmanager
+def sources_stay(item: pytest.Item) -> Iterator[None]:
     """A source file is looked at once in a test, whether it has changed. Python does so for each file of a stack, and
     torch keeps the stack of each operator that it traces: 90,000 looks in one test."""
     seen: set[str] = set()
@@ -235,8 +222,8 @@ def sources_stay() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def nothing_before() -> Iterator[None]:
+@contextlib.contextmanager
+def nothing_before(item: pytest.Item) -> Iterator[None]:
     """What a process counts together and says once is a test's own: earlier ones compile no more, and said nothing."""
     from fuser import notices
     from fuser.runtime import background
@@ -245,6 +232,29 @@ def nothing_before() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # its own: a test's patches end before other fixtures do
         patch.setattr(notices, "_said", {})
         patch.setattr(notices, "_logged", {})
+        yield
+
+
+@contextlib.contextmanager
+def quick_compilers(item: pytest.Item) -> Iterator[None]:
+    """No test makes a kernel that holds the compiler. g++ optimises the test's kernels as for users, or not at all,
+    which takes half of the time."""
+    before = len(compilers.runs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compilers, "level", compilers.OPTIMISED if is_optimised(item) else "-O0")
+        yield
+    slow = compilers.too_slow(before)
+    assert not slow, "; ".join(slow)
+
+
+AROUND = (same_start, same_settings, some_passes_are_checked, sources_stay, nothing_before, quick_compilers)
+
+
+@pytest.fixture(autouse=True)
+def own_state(request: pytest.FixtureRequest) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for part in AROUND:
+            stack.enter_context(part(request.node))
         yield
 
 
@@ -257,15 +267,6 @@ def registry() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(REGISTRY, "__dict__", Registry().__dict__)
         yield REGISTRY
-
-
-@pytest.fixture(autouse=True)
-def quick_compilers() -> Iterator[None]:
-    """No test makes a kernel that holds the compiler."""
-    before = len(compilers.runs)
-    yield
-    slow = compilers.too_slow(before)
-    assert not slow, "; ".join(slow)
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 `run` is `subprocess.run([sys.executable, *command], capture_output=True, text=True)`. The process is forked from one
 that has imported torch, and neither this package nor anything else; its variables, folder, path and output are its own.
-What is decided while Python or torch start, as options of the interpreter or other variables than `OWN`, has a process
-that starts from nothing.
+Options `-W` hold from where `command` begins. What is decided while Python or torch start, as other options of the
+interpreter or other variables than `OWN`, has a process that starts from nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OWN = (
 # What runs in the process that forks. A fork leaves the loop, and does what was asked as the main program. It ends by
 # what runs at exit, without taking apart torch's modules: that would copy half of the memory that it shares.
 _SERVER = """
-import atexit, gc, importlib, json, os, runpy, socket, struct, sys, threading, types
+import atexit, gc, importlib, json, os, runpy, socket, struct, sys, threading, types, warnings
 path = sys.path[1:]
 for name in sys.argv[2:]:
     importlib.import_module(name)
@@ -62,6 +62,8 @@ def prepare(asked, files):
     first = {"-c": "", "-m": os.getcwd(), "": os.path.dirname(os.path.abspath(what))}[kind]
     sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
     importlib.invalidate_caches()
+    sys.warnoptions += asked["warnings"]
+    warnings._processoptions(asked["warnings"])
     sys.argv[:] = [kind or what, *arguments]
     return kind, what
 
@@ -128,10 +130,10 @@ def _server(modules: tuple[str, ...], variables: frozenset[tuple[str, str]]) -> 
 
 
 def _ask(
-    server: _Server, command: list[str], env: Mapping[str, str], cwd: str, timeout: float
+    server: _Server, command: list[str], filters: list[str], env: Mapping[str, str], cwd: str, timeout: float
 ) -> tuple[int, bytes, bytes]:  # fmt: skip
     pipes = [os.pipe(), os.pipe()]
-    text = json.dumps({"command": command, "env": dict(env), "cwd": cwd}).encode()
+    text = json.dumps({"command": command, "warnings": filters, "env": dict(env), "cwd": cwd}).encode()
     socket.send_fds(server.connection, [text], [w for _, w in pipes])
     for _, w in pipes:
         os.close(w)
@@ -167,18 +169,21 @@ def run(
     command: list[str], env: Mapping[str, str] | None = None, cwd: Any = None, timeout: float = 300,
     dynamo: bool = False, check: bool = False,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """A Python process with `command`: "-c" and code, "-m" and a module, or a file, then arguments. `dynamo`: it has
-    imported Dynamo, too."""
+    """A Python process with `command`: "-c" and code, "-m" and a module, or a file, then arguments, all behind options
+    "-W". `dynamo`: it has imported Dynamo, too."""
     env = os.environ if env is None else env
     cwd = os.getcwd() if cwd is None else str(cwd)
-    asked = command if command[0] in ("-c", "-m") else ["", *command]
-    if command[0][:1] == "-" and asked is not command or _read(env) != _read(os.environ):
+    asked, filters = command, []
+    while asked[0] == "-W":
+        filters, asked = [*filters, asked[1]], asked[2:]
+    asked = asked if asked[0][:1] == "-" else ["", *asked]
+    if asked[0] not in ("-c", "-m", "") or _read(env) != _read(os.environ):
         command = [sys.executable, *command]
         return subprocess.run(
             command, capture_output=True, text=True, env=dict(env), cwd=cwd, timeout=timeout, check=check
         )  # fmt: skip
     server = _server(("torch._dynamo",) if dynamo else ("torch",), _read(os.environ))
-    code, out, err = _ask(server, asked, env, cwd, timeout)
+    code, out, err = _ask(server, asked, filters, env, cwd, timeout)
     done = subprocess.CompletedProcess([sys.executable, *command], code, out.decode(), err.decode())
     if check:
         done.check_returncode()

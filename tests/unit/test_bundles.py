@@ -7,8 +7,6 @@ import os
 import pathlib
 import shutil
 import stat
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -405,6 +403,5 @@ thread.join()
 print(sum(removed) > 0, all(handle.hits == 3 for handle in handles))
 """
     env = os.environ | {"PYTHONPATH": str(ROOT), "FUSER_CHECK_IR": "0", "FUSER_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-W", "error", "-c", script]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = forked.run(["-W", "error", "-c", script], env, timeout=120)
     assert done.returncode == 0 and done.stdout == "True True\n", done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -23,8 +24,7 @@ sys.exit({code})
 @pytest.mark.parametrize("command", [["-c"], ["-W", "ignore", "-c"]])
 def test_what_a_process_is_given_and_says(command, tmp_path):
     env = os.environ | {"FUSER_FOR_A_TEST": "7", "PYTHONPATH": str(tmp_path)}
-    code = TOLD if command == ["-c"] else "import torch\n" + TOLD
-    done = forked.run([*command, code.format(code=3), "a", "b"], env, tmp_path)
+    done = forked.run([*command, TOLD.format(code=3), "a", "b"], env, tmp_path)
     said = f"__main__ ['-c', 'a', 'b'] {tmp_path} 7 ['', '{tmp_path}'] \nat exit\n"
     assert (done.returncode, done.stdout, done.stderr) == (3, said, "said\n")
 
@@ -34,6 +34,16 @@ def test_files_and_modules(tmp_path):
     path = str(tmp_path / "own.py")
     assert forked.run([path, "a"]).stdout == f"__main__ {path} {[path, 'a']} {tmp_path}\n"
     assert forked.run(["-m", "own", "a"], cwd=tmp_path).stdout == f"__main__ {path} {[path, 'a']} {tmp_path}\n"
+
+
+@pytest.mark.parametrize("option", ["ignore", "error", "error::RuntimeWarning"])
+def test_options_for_warnings_are_those_of_a_started_process(option):
+    code = "import sys, warnings; print(sys.warnoptions); warnings.warn('a'); warnings.warn('b', RuntimeWarning)"
+    command = ["-W", option, "-c", code]
+    done = forked.run(command)
+    started = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (started.returncode, started.stdout)
+    assert done.stderr.splitlines()[-1:] == started.stderr.splitlines()[-1:]
 
 
 def test_how_processes_end():

@@ -46,7 +46,10 @@ def modules():
 
 def uses_of(path: pathlib.Path) -> set[str]:
     """What of `MADE_BY` a module calls, or hands to something that may call it."""
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    if not any(word in text for word in ("fork", *(name.partition(".")[0] for name in MADE_BY if name[:3] != "os."))):
+        return set()  # a name of a module has to be written to be imported
+    tree = ast.parse(text)
     full = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -57,7 +60,8 @@ def uses_of(path: pathlib.Path) -> set[str]:
             used += (node.func, *node.args, *(k.value for k in node.keywords))
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             used += node.decorator_list
-    names = {ast.unparse(u) for u in used if isinstance(u, (ast.Name, ast.Attribute))}
+    last = {name.rpartition(".")[2] for name in (*MADE_BY, *full)}
+    names = {ast.unparse(u) for u in used if getattr(u, "attr", getattr(u, "id", None)) in last}
     return {full.get(n, n) for n in names} & set(MADE_BY)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import platform
-import subprocess
-import sys
 
 import pytest
+
+from tests import forked
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 SCRIPT = """
 import resource, sys, torch
@@ -26,9 +29,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(how: str, **environment: str) -> int:
-    command = [sys.executable, "-c", SCRIPT, how]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
-    return int(done.stdout)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return int(forked.run(["-c", SCRIPT, how], env, check=True).stdout)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
