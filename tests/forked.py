@@ -22,6 +22,7 @@ from typing import Any
 
 OWN = (
     "FUSER_", "CXX", "HOME", "PATH", "PYTEST_CURRENT_TEST", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "TMPDIR",
+    "TORCHINDUCTOR_CACHE_DIR", "TRITON_ALWAYS_COMPILE",  # which torch sets in this process meanwhile
 )  # fmt: skip
 
 # What runs in the process that forks. A fork leaves the loop, and does what was asked as the main program. It ends by

@@ -1,10 +1,12 @@
-"""Starting the ranks of a job on this machine, as torchrun does."""
+"""Starting the ranks of a job on this machine, as torchrun does; on the CPU as forks of one process."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -27,9 +29,14 @@ def run(ranks: int, folder: pathlib.Path, device: str, names: list[str], timeout
     command = [sys.executable, "-m", "tests.distributed.programs"]
     outputs = [(folder / f"{rank}.out", folder / f"{rank}.err") for rank in range(ranks)]
     processes = []
-    for rank, (out, err) in enumerate(outputs):
+    if device == "cpu":
+        processes.append(subprocess.Popen([*command, "all", *arguments], env=env, cwd=ROOT, start_new_session=True))
+    for rank, (out, err) in enumerate(outputs if device != "cpu" else ()):
         with out.open("w") as o, err.open("w") as e:
-            processes.append(subprocess.Popen([*command, str(rank), *arguments], env=env, stdout=o, stderr=e, cwd=ROOT))
+            started = [*command, str(rank), *arguments]
+            processes.append(
+                subprocess.Popen(started, env=env, stdout=o, stderr=e, cwd=ROOT, start_new_session=True)
+            )  # fmt: skip
     end = time.monotonic() + timeout
     try:
         for process in processes:
@@ -38,12 +45,13 @@ def run(ranks: int, folder: pathlib.Path, device: str, names: list[str], timeout
         pass
     finally:
         for process in processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     found = []
-    for rank, ((out, err), process) in enumerate(zip(outputs, processes)):
+    for rank, (out, err) in enumerate(outputs):
         lines = [line for line in out.read_text().splitlines() if line.startswith("{")]  # NCCL may write there, too
-        assert lines, f"rank {rank} ended with {process.returncode}: {err.read_text()[-6000:]}"
+        assert lines, f"rank {rank} ended: {err.read_text()[-6000:]}"
         found.append(json.loads(lines[-1]))
     return found
 

@@ -1,4 +1,4 @@
-"""One rank of a distributed job: `python -m tests.distributed.programs RANK RANKS STORE DEVICE CASE...`.
+"""One rank of a distributed job: `python -m tests.distributed.programs RANK RANKS STORE DEVICE CASE...`; all: `all`.
 
 Each case trains or runs something twice, compiled and in eager, and compares. Prints a line of JSON: None or what went
 wrong for each case, and what the kernels of this rank cost. RANKS processes meet by the file STORE.
@@ -7,6 +7,8 @@ wrong for each case, and what the kernels of this rank cost. RANKS processes mee
 from __future__ import annotations
 
 import json
+import os
+import pathlib
 import sys
 import time
 import traceback
@@ -212,5 +214,25 @@ def main(rank: int, ranks: int, store: str, device: str, names: list[str]) -> No
     dist.destroy_process_group()
 
 
+def fork(ranks: int, folder: pathlib.Path, *rest: Any) -> None:
+    """All ranks as forks of this process, which share its imports; what rank 0 says is in `0.out` and `0.err`."""
+    for rank in range(ranks):
+        if not os.fork():
+            for file, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), file)
+            try:
+                main(rank, ranks, *rest)
+            except BaseException:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(0)
+    for _ in range(ranks):
+        os.wait()
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])
+    rank, ranks, store, *rest = sys.argv[1:]
+    if rank == "all":
+        fork(int(ranks), pathlib.Path(store).parent, store, rest[0], rest[1:])
+    else:
+        main(int(rank), int(ranks), store, rest[0], rest[1:])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
@@ -14,6 +12,7 @@ from fuser import config
 from fuser.__main__ import main
 from fuser.debug import doctor
 from fuser.runtime import compilers, files, launcher
+from tests import forked
 
 
 def said(capsys) -> tuple[int, dict[str, str]]:
@@ -65,5 +64,5 @@ def test_no_room_is_no_crash(monkeypatch, tmp_path, capsys):
 def test_it_is_a_command():
     root = pathlib.Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-m", "fuser", "nonsense"], env=env, capture_output=True, text=True)
+    done = forked.run(["-m", "fuser", "nonsense"], env)
     assert done.returncode == 2 and "doctor" in done.stderr

@@ -425,15 +425,19 @@ def test_sources_are_read_again_where_they_changed(cache, tmp_path, monkeypatch)
 
 
 def test_every_source_that_decides_kernels_is_part_of_a_key(tmp_path, monkeypatch):
-    """A changed file in any of their folders, those in a folder included, gives plans other names."""
+    """A changed file in any of their folders, those in a folder included, gives plans other names. All are read; of
+    each folder one is changed."""
     shutil.copytree(ROOT / "fuser", tmp_path / "fuser", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     monkeypatch.setattr(plans, "__file__", str(tmp_path / "fuser" / "plans.py"))
     version = plans.version.__wrapped__
     paths = [p for name in plans._DECIDING for p in (tmp_path / "fuser" / name).rglob("*.py")]
     paths += [tmp_path / "fuser" / name for name in plans._DECIDING_FILES]
     assert tmp_path / "fuser" / "cpu" / "vir" / "printer.py" in paths
+    read, digest = [], plans._digest
+    monkeypatch.setattr(plans, "_digest", lambda root, names: read.append({*names}) or digest(root, names))
     known = {version()}
-    for path in paths:
+    assert read == [{str(p.relative_to(tmp_path / "fuser")) for p in paths}]
+    for path in {p.parent: p for p in paths}.values():
         text = path.read_bytes()
         path.write_bytes(text + b"#")
         assert version() not in known, path
