@@ -133,8 +133,9 @@ $(VENV)/.has-base: $(VENV)/.made $(SOURCES)
 	  echo 'note: no native launcher was built (it needs a C++ compiler and Python.h): the slower Python one runs'
 	@touch $@
 
+# Of the package that is installed: -e would compile the launcher again for each.
 $(VENV)/.has-%: $(VENV)/.has-base
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[$*]'
+	$(PIP) install -c constraints.txt --no-build-isolation 'fuser[$*]'
 	@touch $@
 
 clean:
