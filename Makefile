@@ -87,6 +87,7 @@ vision: $(VENV)/.has-test $(VENV)/.has-vision
 sweeps: $(VENV)/.has-test
 	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests/opinfo tests/backend tests/unit/test_transforms.py \
 	  tests/unit/test_flex_attention.py tests/unit/test_view_results.py tests/unit/test_ops_table.py tests/unit/test_mutation.py \
+	  tests/unit/test_result_dtypes.py \
 	  tests/cuda/test_interpreted.py $(ARGS)
 	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m sampled tests $(ARGS)
 

@@ -42,7 +42,7 @@ from tests import compilers, sampling  # noqa: E402
 
 THREADS = 2
 FEW_FILES = 20  # of so many each test is given out by itself
-COLLECTIONS = (100_000, 10, 10)  # objects and passes between two: Python's own 700 take a twelfth of what torch traces
+COLLECTIONS = (500_000, 10, 10)  # objects and passes between two: Python's own 700 take a twelfth of what torch traces
 OPTIMISED_OF = 4  # tests and cases outside of tests/unit, of which one's kernels are optimised
 SETTINGS = ("scrubbed_inductor", "get_dynamo", "compiler", "functorch")
 AT_MOST = 20.0  # seconds that a test waits for what earlier ones left in the background
@@ -85,8 +85,10 @@ def spare_torch() -> None:
     Dynamo empties the processor's caches to time each graph's guards, a twentieth of the suite. Each mode of fake
     tensors writes down where it was made, three calls in each trace. Each compilation writes torch's settings down as
     JSON, and each joint graph and its halves as text. AOTAutograd makes twelve empty fake tensors for each graph, in
-    place of states that it sets only on demand.
+    place of states that it sets only on demand. Dynamo collects garbage after each.
     """
+    if settings := sys.modules.get("torch._dynamo.config"):
+        settings.run_gc_after_compile = False
     if guards := sys.modules.get("torch._dynamo.guards"):
         guards.profile_guard_manager = lambda *args: 0.0
     if fakes := sys.modules.get("torch._subclasses.fake_tensor"):

@@ -17,14 +17,14 @@ from tests.fuzz.generate import generate
 from tests.fuzz.program import Input, Program, Ref, Step, graph_of, make_inputs, run
 from tests.fuzz.shrink import shrink
 
-# (way, first seed, programs): 286, most of which go without a compiler.
+# (way, first seed, programs): 279, most of which go without a compiler.
 PORTIONS = [
     *(("plans", n, 120) for n in range(0, 1600, 800)),
     ("vectors", 100_000, 6),
     ("kernel", 50_000, 10),
-    ("whole", 60_000, 14),
-    ("backend", 70_000, 10),
-    ("compile", 80_000, 4),
+    ("whole", 60_000, 10),
+    ("backend", 70_000, 8),
+    ("compile", 80_000, 3),
     ("dynamic", 90_000, 2),
 ]
 

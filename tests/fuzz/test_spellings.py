@@ -23,7 +23,7 @@ from tests.fuzz.spellings import MOST, OFTEN, case_of, cases_of, run_batch
 from tests.fuzz.writer import Style, function_text, make_function, write
 
 
-@pytest.mark.parametrize("first, count", [(0, 12), (2_000, 10)])
+@pytest.mark.parametrize("first, count", [(0, 10), (2_000, 7)])
 def test_programs_in_all_spellings_do_what_eager_does(first, count):
     running.EXCUSED.clear()
     batch = run_batch(range(first, first + count), None, "-O0")

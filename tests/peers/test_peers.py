@@ -1,4 +1,4 @@
-"""Every fifth program once, with the mode and dtype that its position gives; `make peers` runs all, in all of them.
+"""Every sixth program once, with the mode and dtype that its position gives; `make peers` runs all, in all of them.
 
 Families of programs lie side by side, so most are here. Of sixteen neighbours one goes through Dynamo. The
 kernels of the others are compiled together, as a compiler's start costs more than most of them, and of four programs
@@ -20,7 +20,7 @@ from tests.peers.spec import Peer
 
 CHUNK = 20
 OPTIMISED = 4  # of so many programs one
-SHARE = 1 if os.environ.get("FUSER_TEST_ALL") else 5
+SHARE = 1 if os.environ.get("FUSER_TEST_ALL") else 6
 
 
 def _chunks() -> list[list[tuple[int, Peer]]]:

@@ -418,7 +418,7 @@ def test_threads_that_register_run_and_unregister(either, own, limit, most):
 
     def work(seed):
         try:
-            for n in range(60):
+            for n in range(40):
                 at = (seed * 5 + n * 3) % len(graphs)
                 key = fuser.register_fusion(graphs[at][0])
                 handle = fuser.fusion_handle(key) if n % 2 else None

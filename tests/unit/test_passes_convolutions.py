@@ -133,7 +133,7 @@ def test_sizes_change():
     model = Net(FINISHES["mean"]).eval()
     f = torch.compile(model, backend=fuser_backend)
     with torch.no_grad():
-        for n, h in ((2, 96), (3, 96), (5, 64), (1, 64)):
+        for n, h in ((2, 96), (5, 64), (1, 64)):
             x = torch.randn(n, 3, h, h)
             same(f(x), model(x))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from tests.compare import leaves
 DTYPES = (torch.float32, torch.float16, torch.float64, torch.int8, torch.bool)
 FEW_DTYPES = (torch.float32, torch.float16, torch.int64)  # of three operands
 NUMBERS = (2, 1.5, True)
+HALF = not os.environ.get("FUSER_TEST_ALL")  # of several operands: any two dtypes meet, with and without dims
 
 
 def overloads() -> Iterator[tuple[str, Any, list[str]]]:
@@ -40,6 +42,13 @@ def operands(kind: str, many: bool) -> list[Any]:
     return [torch.ones(size, dtype=d) for d in (FEW_DTYPES if many else DTYPES) for size in ((), (3,))]
 
 
+def calls(kinds: list[str]) -> Iterator[tuple[Any, ...]]:
+    """Operands of these kinds."""
+    for numbered in itertools.product(*(enumerate(operands(kind, len(kinds) > 2)) for kind in kinds)):
+        if not (HALF and kinds[1:]) or sum(n for n, _ in numbered) % 2 == 0:
+            yield tuple(operand for _, operand in numbered)
+
+
 def dtypes_of(value: Any) -> list[torch.dtype]:
     return [t.dtype for t in leaves(value) if isinstance(t, torch.Tensor)]
 
@@ -49,7 +58,7 @@ def test_results_have_eagers_dtypes():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, overload, kinds in overloads():
-            for args in itertools.product(*(operands(k, len(kinds) > 2) for k in kinds)):
+            for args in calls(kinds):
                 metas = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in args]
                 try:
                     want = dtypes_of(overload(*args))
@@ -60,7 +69,7 @@ def test_results_have_eagers_dtypes():
                 if got != want:
                     wrong.add((name, str(want), str(got)))
     assert not wrong, "\n".join(map(str, sorted(wrong)))
-    assert compared > 5_000, compared
+    assert compared > 5_000 // (1 + HALF), compared
 
 
 def test_addcdiv_divides_no_integers():
