@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pathlib
 import pickle
 import random
+import shutil
 import threading
 import weakref
 from dataclasses import replace
@@ -29,8 +31,10 @@ def library(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory):
-    """The native launcher as a torch without the looked-up symbols and layouts would have it."""
-    module = native_build.build(str(tmp_path_factory.mktemp("bare")))
+    """A second copy of the native launcher, as a torch without the looked-up symbols and layouts would have it."""
+    assert launcher.wait(60), launcher.reason()
+    path = shutil.copy(launcher.native().__file__, tmp_path_factory.mktemp("bare"))
+    module = native_build.load(pathlib.Path(path))
     missing = ("empty_strided", "delete_tensor", "data_ptr", "wrap", "impl_requires_grad", "c10_library")
     table = torch_abi.describe() | dict.fromkeys(missing) | {"impl_offset": -1, "keys_offset": -1, "encode": encode}
     module.setup(table)
