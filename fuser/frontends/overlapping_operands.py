@@ -1,7 +1,8 @@
 """Calls that write a tensor and read other elements of it, such as `x[1:].add_(x[:-1])`: the graph runs in eager.
 
 Eager refuses nearly all of them, and gives others a result that depends on its order of elements. In a functional graph
-the operand has its old elements.
+the operand has its old elements. A call on lists, such as `_foreach_add_([x, x], 1)`, is such a call where a place of a
+list shares elements with another place that is written: eager goes through the lists in order.
 """
 
 from __future__ import annotations
@@ -30,16 +31,12 @@ def reads_what_it_writes(writers: Iterable[fx.Node]) -> bool:
 
     Symbolic sizes count as those of the traced call.
     """
-    return any(
-        _may_cross(written, operand, name.rstrip("_") in _CROSSING)
-        for node in writers
-        for name in (name_of(node),)
-        for written, operand in _pairs(node, name)
-    )  # fmt: skip
+    return any(_may_cross(*pair) for node in writers for pair in _pairs(node, name_of(node)))
 
 
-def _pairs(node: fx.Node, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The tensors that a call writes, each with the operands that are read for it."""
+def _pairs(node: fx.Node, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """The tensors that a call writes, each with the operands that are read for it, and whether it reads other elements
+    of an operand than the one that it writes."""
     values: Any = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("example_value"))
     args, kwargs = values
     written, others = kwargs.get("out"), list(args)
@@ -50,11 +47,28 @@ def _pairs(node: fx.Node, name: str) -> Iterator[tuple[torch.Tensor, torch.Tenso
     others += (value for key, value in kwargs.items() if key != "out")
     if not isinstance(written, (tuple, list)):
         written, others = [written], [[o] for o in _flat(others)]
+    elif len(written) > 1:
+        yield from _at_other_places(written, others if "out" not in kwargs else [])
     for i, tensor in enumerate(written):
         for operand in others:
             read = operand[i] if isinstance(operand, (tuple, list)) and i < len(operand) else operand
             if is_strided(tensor) and is_strided(read):
-                yield tensor, read
+                yield tensor, read, name.rstrip("_") in _CROSSING
+
+
+def _at_other_places(
+    written: Sequence[Any], others: Sequence[Any]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:  # fmt: skip
+    """Each tensor of a list that is written, with those of its memory that are written or read for other places."""
+    known: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by memory: an optimiser's lists are long
+    for one in (written, *(o if isinstance(o, (tuple, list)) else [o] for o in others)):
+        for i, t in enumerate(one):
+            if is_strided(t):
+                known.setdefault(t.untyped_storage()._cdata, []).append((i if len(one) > 1 else -1, t))
+    for i, tensor in enumerate(written):
+        if is_strided(tensor):
+            same_memory = known[tensor.untyped_storage()._cdata]
+            yield from ((tensor, t, True) for k, t in same_memory if k != i)
 
 
 def _flat(values: Sequence[Any]) -> Iterator[Any]:

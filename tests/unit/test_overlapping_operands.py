@@ -54,6 +54,20 @@ REPEATED = {
     "diagonal": lambda x: x[0].expand(4, 4).diagonal().mul_(2),
 }
 
+# Calls on lists: of views of a matrix, of which a later place reads or writes what an earlier one wrote.
+LISTS = {
+    "twice": lambda x: torch._foreach_add_([x, x], 1.0),
+    "with its transpose": lambda x: torch._foreach_mul_([x, x.t()], 2.0),
+    "with a row": lambda x: torch._foreach_add_([x, x[1]], [1.0, 2.0]),
+    "swapped": lambda x: torch._foreach_add_([x[0], x[1]], [x[1], x[0]]),
+    "shifted": lambda x: torch._foreach_copy_([x[1], x[2], x[3]], [x[0], x[1], x[2]]),
+    "unary": lambda x: torch._foreach_neg_([x, x[::2]]),
+    "factor": lambda x: torch._foreach_mul_([x[0, 0], x[1]], x[0, 0]),
+    "third list": lambda x: torch._foreach_addcmul_([x[0], x[1]], [x[2], x[3]], [x[3], x[0]]),
+    "maximum": lambda x: torch._foreach_maximum_([x[:2], x[1:3]], 0.0) or torch._foreach_sub_([x[:2], x[1:3]], 0.5),
+    "results": lambda x: torch.frexp(x[0] * 2, out=(x[1], torch.empty(0, dtype=torch.int32))),
+}
+
 
 def operator_mul(a, b):
     a *= b
@@ -100,6 +114,29 @@ def test_an_operand_of_which_other_elements_are_read_is_not_the_written_tensor(n
     x = torch.randn(4, 4)
     got, want = (outcome(f, x.clone()) for f in (torch.compile(CROSSING[name], backend=fuser_backend), CROSSING[name]))
     assert got == want if isinstance(want, str) else torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["sizes", "symbols"])
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.sampled(4, also=("twice-sizes", "swapped-symbols"))
+def test_lists_with_one_memory_at_several_places_are_eagers(name, dynamic):
+    x = torch.randn(4, 4)
+    compiled = torch.compile(LISTS[name], backend=fuser_backend, dynamic=dynamic)
+    got, want = (outcome(f, x.clone()) for f in (compiled, LISTS[name]))
+    assert got == want if isinstance(want, str) else torch.equal(got, want)
+
+
+def test_lists_of_disjoint_rows_are_compiled():
+    def fn(x):
+        torch._foreach_add_(list(x[:3]), list(x[1:].flip(0)))
+        torch._foreach_mul_([x[0], x[1]], [x[2], x[3]])
+        return x + 1
+
+    x = torch.randn(4, 4)
+    want = x.clone()
+    torch.testing.assert_close(torch.compile(fn, backend=fuser_backend)(x), fn(want))
+    torch.testing.assert_close(x, want)
+    assert last_compilation().route != "eager"
 
 
 @pytest.mark.parametrize("name", REPEATED)
