@@ -4,19 +4,63 @@ AOTAutograd makes `y.cumsum_(0)` the operator `cumsum`, whose result is row-majo
 strides, and later results follow them. So if the two differ, the write becomes `y.copy_(y.cumsum(0))`, which
 AOTAutograd turns into a copy with the layout of `y`. Where gradients are recorded, the operator reads a clone: it may
 save its argument, which the copy then writes.
+
+A written tensor with gaps becomes one without. A reshape of a part of it, which is a copy in eager, would be a view of
+it there, through which writes pass. Such a reshape is of a clone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
 from fuser.canonical.mutation import Effect, effect
-from fuser.passes.calls import value_of
+from fuser.passes.calls import value_of, writers
 from fuser.passes.hints import is_contiguous, same
+
+_MAY_COPY = frozenset("reshape flatten ravel contiguous reshape_as".split())
+
+
+def copy_as_eager(module: fx.GraphModule) -> int:
+    """A reshape that copies a written tensor in eager copies it, if one of the two is written later."""
+    graph = module.graph
+    calls = [n for n in graph.nodes if getattr(n.target, "__name__", n.target) in _MAY_COPY and _copies(n)]
+    if not calls:
+        return 0
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    written = [(place[w], _memories(w.all_input_nodes)) for w in writers(graph.nodes)]
+    changed = 0
+    for node in calls:
+        source, both = _memories([node.args[0]]), _memories([node, node.args[0]])
+        before = any(at < place[node] and not source.isdisjoint(of) for at, of in written)
+        if before and any(at > place[node] and not both.isdisjoint(of) for at, of in written):
+            with graph.inserting_before(node):
+                made = graph.call_function(torch.clone, (node.args[0],), {"memory_format": torch.contiguous_format})
+            with node.meta["example_value"].fake_mode, torch.no_grad():
+                made.meta = {**node.meta, "example_value": torch.clone(value_of(node.args[0]), **made.kwargs)}
+            node.args = (made, *node.args[1:])
+            changed += 1
+    return changed
+
+
+def _copies(node: fx.Node) -> bool:
+    """Whether a call's result does not have the memory of its argument."""
+    source, value = value_of(node.args[0]) if node.args else None, value_of(node)
+    if source is None or value is None or not hasattr(value, "fake_mode"):
+        return False
+    return _has_memory(source) and _has_memory(value) and not _share_memory(source, value)
+
+
+def _has_memory(value: torch.Tensor) -> bool:
+    return value.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def _memories(nodes: Iterable[Any]) -> set[int]:
+    values = [v for v in map(value_of, nodes) if v is not None and _has_memory(v)]
+    return {v.untyped_storage()._cdata for v in values}
 
 
 def keep_written_layouts(module: fx.GraphModule) -> int:

@@ -154,6 +154,38 @@ def test_pieces_of_a_list_are_read_before_their_tensor_is_written(name):
         torch.testing.assert_close((got, x, y), (want, *copies))
 
 
+# Of a tensor with gaps that was written: a reshape of a part, which copies, and which is written or read later.
+COPIES = {
+    "rows": lambda x: x[:4].reshape(-1).add_(1),
+    "flat": lambda x: x[2:].flatten().mul_(3),
+    "ravel": lambda x: x[1:3].ravel().zero_(),
+    "windows": lambda x: x[:4].reshape(-1, 2)[0].add_(1),
+    "a block": lambda x: x.chunk(2)[1].contiguous().add_(1),
+    "turned": lambda x: x[1:].t().reshape(-1).add_(1),
+    "as another": lambda x: x[:2].reshape_as(torch.empty(8)).fill_(2),
+    "read": lambda x: (r := x[:4].reshape(-1), x.add_(1), x[0].copy_(r[:4])),
+    "read as a whole": lambda x: (r := x[1:5].flatten(), x.neg_(), x[0].add_(r.sum())),
+}
+
+
+@pytest.mark.sampled(3, also=("rows-sizes",))
+@pytest.mark.parametrize("dynamic", [False, True], ids=["sizes", "symbols"])
+@pytest.mark.parametrize("name", COPIES)
+def test_a_reshape_of_a_written_part_copies_as_in_eager(name, dynamic):
+    """The new content of a tensor with gaps has none in the graph, so that a reshape of a part would be a view."""
+
+    def program(x):
+        x.mul_(2)
+        COPIES[name](x)
+        return x.sum()
+
+    x = torch.arange(40.0).view(8, 5)[:, :4]
+    copy = x.clone(memory_format=torch.contiguous_format)
+    copy = torch.cat([copy, copy[:, :1]], 1)[:, :4]
+    got, want = torch.compile(program, backend="fuser", dynamic=dynamic)(x), program(copy)
+    torch.testing.assert_close((got, x), (want, copy))
+
+
 def test_paged_cache():
     """Keys of new tokens into slots of a cache of blocks, as inference servers keep it."""
 
