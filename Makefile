@@ -19,11 +19,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test machines test-cuda cubins opinfo modes strides fuzz exactness peers zoo told spellings scripts nnsmith packages vision sweeps stress lint types imports pages site bench report-page clean
+.PHONY: help demo test machines test-cuda cubins opinfo modes strides fuzz exactness peers zoo told spellings aliases scripts nnsmith packages vision sweeps stress lint types imports pages site bench report-page clean
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-
-	@echo 'Also: make machines, make test-cuda (on a GPU), make cubins, make opinfo, make modes, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make told, make spellings N=100000, make scripts N=2000, make nnsmith N=1000, make packages, make vision, make sweeps, make stress, make lint, make types, make imports, make pages, make site, make bench, make report-page (with npm), make clean'
+	@echo 'Also: make machines, make test-cuda (on a GPU), make cubins, make opinfo, make modes, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make told, make spellings N=100000, make aliases N=2000, make scripts N=2000, make nnsmith N=1000, make packages, make vision, make sweeps, make stress, make lint, make types, make imports, make pages, make site, make bench, make report-page (with npm), make clean'
 
 demo: $(VENV)/.has-base
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -61,6 +61,9 @@ exactness: $(VENV)/.has-test
 
 spellings: $(VENV)/.has-test
 	$(BIN)/python -m tests.fuzz.spellings $(N) --workers $(JOBS) $(ARGS)
+
+aliases: $(VENV)/.has-test
+	$(BIN)/python -m tests.fuzz.aliases $(N) --workers $(JOBS) $(ARGS)
 
 scripts: $(VENV)/.has-test
 	$(BIN)/python -m tests.fuzz.scripts $(N) $(ARGS)

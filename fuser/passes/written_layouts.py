@@ -37,10 +37,12 @@ def copy_as_eager(module: fx.GraphModule) -> int:
         source, both = _memories([node.args[0]]), _memories([node, node.args[0]])
         before = any(at < place[node] and not source.isdisjoint(of) for at, of in written)
         if before and any(at > place[node] and not both.isdisjoint(of) for at, of in written):
+            dense = {"memory_format": torch.contiguous_format}
             with graph.inserting_before(node):
-                made = graph.call_function(torch.clone, (node.args[0],), {"memory_format": torch.contiguous_format})
-            with node.meta["example_value"].fake_mode, torch.no_grad():
-                made.meta = {**node.meta, "example_value": torch.clone(value_of(node.args[0]), **made.kwargs)}
+                made = graph.call_function(torch.clone, (node.args[0],), dense)  # type: ignore[arg-type]
+            value: Any = value_of(node.args[0])
+            with value.fake_mode, torch.no_grad():
+                made.meta = {**node.meta, "example_value": value.clone(**dense)}
             node.args = (made, *node.args[1:])
             changed += 1
     return changed
