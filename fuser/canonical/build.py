@@ -24,6 +24,7 @@ from fuser.canonical.graph import (
 )  # fmt: skip
 from fuser.canonical.lifting import as_literal, map_literals, plain
 from fuser.canonical.modules import graph_of
+from fuser.canonical.mutation import writes_statistics
 from fuser.canonical.schemas import Kind
 from fuser.canonical.structure import (
     Apart,
@@ -253,7 +254,10 @@ def _value(state: _State, node: torch.fx.Node, target: Any, args: tuple[Any, ...
         b.round_from(before)
     if any(i in b.impure for i in range(before, len(b.nodes))):
         state.impure_rows.add(len(state.rows) - 1)
-    if _writes_so_far(b) > written:
+    hidden = writes_statistics(node.op, node.target, node.args, node.kwargs)
+    if hidden:
+        state.impure_rows.add(len(state.rows) - 1)
+    if hidden or _writes_so_far(b) > written:
         state.writing_rows.add(len(state.rows) - 1)
     return value
 

@@ -193,6 +193,12 @@ def _of_schema(overload: _Overload, args: Sequence[Any], kwargs: Mapping[str, An
     return Effect.NONE if not written else Effect.RETURNS_WRITTEN if overload.returned else Effect.WRITES
 
 
+def writes_statistics(op: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an FX call of a norm's operator writes its running statistics, which the operator's schema hides."""
+    hides = isinstance(target, OpOverload) and target._schema.name in _TRAINED
+    return hides and writes(op, target, args, kwargs)
+
+
 def in_place_twin(target: Any) -> OpOverload | None:
     """The overload that writes its first argument, such as `relu_` for `relu`; None if there is none."""
     if not isinstance(target, OpOverload) or target.namespace != "aten":

@@ -235,3 +235,20 @@ def test_attributes_of_every_python_object_are_no_operators():
     assert packet_named("add_") is torch.ops.aten.add_
     assert packet_named("__and__") is torch.ops.aten.__and__
     assert not any(map(packet_named, dir(object)))
+
+
+@pytest.mark.parametrize("norm", [F.instance_norm, F.batch_norm])
+def test_statistics_that_a_norm_writes_are_read_behind_it(norm):
+    """ATen's graph of an instance norm reads the copies of the statistics in which the batch norm has written."""
+
+    def program(x, mean, deviation):
+        means, deviations = mean * 1, deviation * 1
+        made = norm(x, means, deviations, None, None, True)
+        return made, mean.copy_(means * 2), deviations + 1
+
+    x = torch.randn(3, 5, 4)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(program)(x, torch.zeros(5), torch.ones(5))
+    handle = fuser.fusion_handle(fuser.register_fusion(graph))
+    given, own = (x, torch.zeros(5), torch.ones(5)), (x, torch.zeros(5), torch.ones(5))
+    got, want = handle(*given), program(*own)
+    torch.testing.assert_close((*got, *given), (*want, *own))
