@@ -8,7 +8,7 @@ saved, ranks these kernels; `can_fuse` accepts or gives a reason, and the reason
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from fuser.ir.loop_body import loads_in
@@ -211,6 +211,7 @@ def fuse(
     last_reader: dict[str, int] = {}
     same_loops: dict[tuple[Expr, ...], int] = {}  # domain -> order of the last kernel that started with it
     reasons: list[tuple[str, str, str]] = []
+    left = _Left(nodes, memory.outputs)
     for node in nodes:
         earliest = max((home[b] for b in node.reads), default=-1)
         if node.ordered is not None:
@@ -221,7 +222,7 @@ def fuse(
         chosen: Kernel | None = None
         for kernel in candidates:
             verdict = can_fuse(ctx, kernel, node, most_rows, memory)
-            if verdict and _is_worth_it(kernel, node, verdict):
+            if verdict and _is_worth_it(kernel, node, verdict, left.has_room(kernel, node, most_rows)):
                 assert verdict.matching is not None
                 apply(kernel, node, verdict.matching)
                 chosen = kernel
@@ -241,6 +242,7 @@ def fuse(
             chosen = start_kernel(node, len(kernels))
             kernels.append(chosen)
             same_loops[domain] = chosen.order
+        left.take(node)
         home[node.buffer.name] = max(home[node.buffer.name], chosen.order)
         for b in node.reads:
             last_reader[b] = chosen.order
@@ -347,17 +349,53 @@ def _candidates(
     return [kernels[o] for o in sorted(orders) if o >= 0][:MOST_CANDIDATES]
 
 
-def _is_worth_it(kernel: Kernel, node: Node, verdict: Verdict) -> bool:
+class _Left:
+    """The number of rows that wait for a kernel, of each node and all that it is connected to by intermediates.
+
+    A branch that shares nothing with a kernel saves a launch there. Cut off by the limit of rows it would cost more:
+    what crosses the cut is stored, often in a wider dtype than the branch's result.
+    """
+
+    def __init__(self, nodes: list[Node], outputs: Collection[str]) -> None:
+        makers = {n.buffer.name: n for n in nodes if n.identity_store and n.buffer.name not in outputs}
+        self._first = {n.name: n.name for n in nodes}  # a forest (union-find)
+        self._rows: dict[str, int] = {}
+        for node in nodes:
+            for b in node.reads & makers.keys():
+                self._first[self._root(makers[b].name)] = self._root(node.name)
+        self._size = {n.name: n.size_of_code() for n in nodes}
+        for name, size in self._size.items():
+            root = self._root(name)
+            self._rows[root] = self._rows.get(root, 0) + size
+        self._waiting = {**self._rows}
+
+    def _root(self, name: str) -> str:
+        while self._first[name] != name:
+            self._first[name] = name = self._first[self._first[name]]
+        return name
+
+    def has_room(self, kernel: Kernel, node: Node, most_rows: int) -> bool:
+        """Whether the kernel has room for all that waits with `node`, or no kernel has."""
+        root = self._root(node.name)
+        return self._rows[root] > most_rows or kernel.n_rows + self._waiting[root] <= most_rows
+
+    def take(self, node: Node) -> None:
+        """The node is in a kernel."""
+        self._waiting[self._root(node.name)] -= self._size[node.name]
+
+
+def _is_worth_it(kernel: Kernel, node: Node, verdict: Verdict, has_room: bool = True) -> bool:
     """Whether fusing saves something: memory traffic, or for pointwise loops of equal sizes a launch.
 
     A pointwise node may join loops of equal sizes without common reads: a later node often reads both. A node that
-    reads nothing along its loops, such as random numbers, may also join the loops of a reduction.
+    reads nothing along its loops, such as random numbers, may also join the loops of a reduction. `has_room`: for all
+    that is connected to the node.
     """
     if not node.is_reduction and not any(symbols(e) for r in loads_in(node.rows) for e in r.indices):
         return True
     if node.reads & set(kernel.produced) or _shares_an_access(kernel, node, verdict):
         return True
-    return not node.is_reduction and not kernel.reduced
+    return not node.is_reduction and not kernel.reduced and has_room
 
 
 def _shares_an_access(kernel: Kernel, node: Node, verdict: Verdict) -> bool:

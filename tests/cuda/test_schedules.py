@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import Case, key_gradient, turned
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuser import config, interface
 from fuser.debug.reference import interpret_schedule
@@ -120,6 +122,27 @@ def test_gradients_of_average_pools_divide_once(padded: bool, divisions: int) ->
     lowered, found = scheduled(case)
     assert [r.op for r in found.plans[0].rows].count("div") == divisions
     torch.testing.assert_close(results(case, lowered, found)[0], case.fn(*case.args("cpu")))
+
+
+def enlarged(*given: torch.Tensor) -> torch.Tensor:
+    """Four images, each with a bias, three of them enlarged to the first one's size, as one tensor."""
+    aten, out = torch.ops.aten, []
+    for x, bias in zip(given[:4], given[4:], strict=True):
+        y = x.view(2, 64, *x.shape[2:]) + bias.view(1, 64, 1, 1)
+        out.append(y if x is given[0] else aten.upsample_bilinear2d.default(y, [16, 16], False))
+    return torch.cat(out, 1)
+
+
+def test_branches_are_not_cut_where_a_kernel_has_no_room_for_all_of_them() -> None:
+    """What crosses a cut is stored in float32: each branch's result has half of its bytes."""
+    with FakeTensorMode():
+        images = [torch.empty(2, 64, n, n, dtype=torch.bfloat16, device="cuda") for n in (16, 8, 4, 2)]
+        args = *images, *(torch.empty(64, dtype=torch.bfloat16, device="cuda") for _ in images)
+        op = torch.ops.aten.upsample_bilinear2d.default
+        graph = make_fx(enlarged, {op: decomposition_table[op]})(*args)
+    spec = interface.kernel_spec(interface.register_fusion(graph))
+    found = schedule(lower_graph(spec.graph, args, config.numerics), config.max_body_rows)
+    assert len(found.plans) > 1 and [b.dtype for b in found.buffers] == [torch.bfloat16]
 
 
 def pooled_part(g: torch.Tensor, x: torch.Tensor, a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
