@@ -14,7 +14,7 @@ from fuser.debug.reference import interpret_lowered, interpret_schedule, print_l
 from fuser.errors import VerifyError
 from fuser.ir.loop_body import LoopBody, Row
 from fuser.ir.nodes import Pointwise
-from fuser.ir.sizes import expr, symbol
+from fuser.ir.sizes import expr, indirect, symbol
 from fuser.kernel_cache import REGISTRY
 from fuser.lowering.graph import Lowered, lower_graph
 from fuser.pipeline import why_not_lowered, with_numbers
@@ -107,7 +107,7 @@ BROKEN = {
         lambda rows: replaced(rows, 0, attr=("in0", (symbol("nobody"), expr(0)))), "neither a loop variable",
     ),
     "index by a value": (
-        lambda rows: replaced(rows, 1, attr=("in1", (symbol("%0", "indirect"), expr(0)))), "which is no index",
+        lambda rows: replaced(rows, 1, attr=("in1", (expr(indirect(0)), expr(0)))), "which is no index",
     ),
 }  # fmt: skip
 
