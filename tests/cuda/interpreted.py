@@ -34,7 +34,7 @@ from fuser.errors import Unsupported
 from fuser.ir.sizes import run_program
 from fuser.lowering import norms
 from fuser.runtime.python_launcher import match
-from fuser.scheduler import fusion, neighbours, plan
+from fuser.scheduler import neighbours, plan, traversal
 from tests.flex_cases import FlexCase
 
 NUMPY = {
@@ -334,7 +334,8 @@ RANDOM = {
 }  # fmt: skip
 # Where a graph's memory turns, kernels are kept apart from so many elements on.
 TURNS = (
-    (fusion, "_TURNED_ROW", 4), (fusion, "_TURNED", 64), (fusion, "RUN", 4), (plan, "RUN", 4), (norms, "_LARGE", 64),
+    (traversal, "_TURNED_ROW", 4), (traversal, "_TURNED", 64), (traversal, "RUN", 4), (plan, "RUN", 4),
+    (norms, "_LARGE", 64),
 )  # fmt: skip
 
 
