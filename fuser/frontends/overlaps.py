@@ -93,8 +93,8 @@ def reads_written_by_offset(graph: fx.Graph) -> bool:
         return False
     values = [value_of(n) for n in graph.nodes if n.op == "placeholder"]
     inputs = {_memory(v) for v in values if v is not None and not _fills(v)}
-    seen = inputs & {memory for n in readers for memory in _memories(n)}
-    return bool(seen) and any(writes(n) and not seen.isdisjoint(_memories(n)) for n in graph.nodes)
+    seen = [(n, inputs & _memories(n)) for n in readers]
+    return any(n is not m and not own.isdisjoint(_memories(m)) for m in graph.nodes if writes(m) for n, own in seen)
 
 
 def _memory(value: torch.Tensor) -> int:
@@ -111,7 +111,8 @@ def name_of(node: fx.Node) -> str:
 
 
 def _is_by_offset(node: fx.Node) -> bool:
-    return name_of(node).startswith("as_strided")
+    name = name_of(node)
+    return name.startswith("as_strided") or name == "fill_diagonal_"  # whose form in ATen is `as_strided`
 
 
 def _fills(value: torch.Tensor) -> bool:

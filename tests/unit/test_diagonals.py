@@ -94,3 +94,17 @@ OTHERS = {
 def test_other_places_stay(name):
     module = make_fx(OTHERS[name])(torch.randn(5, 4))
     assert diagonals_by_name(module) == 0
+
+
+@pytest.mark.parametrize("begin", [0, 1, 2])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inputs_at_an_offset_that_are_written_before(begin, dynamic):
+    """Their new content has no offset in the graph, where the diagonal's places count from the old one."""
+
+    def fn(x):
+        x.add_(1)
+        x.fill_diagonal_(0.5)
+        return x * 2
+
+    x, y = (torch.arange(60.0)[begin : begin + 48].view(6, 8) for _ in range(2))
+    assert torch.equal(torch.compile(fn, backend="fuser", dynamic=dynamic)(x), fn(y)) and torch.equal(x, y)
