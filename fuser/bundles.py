@@ -36,7 +36,7 @@ MEMBERS = re.compile(
     r"|cuda/[0-9a-f]{32}(\.json|\.cubin|\.choice\.json)"
 )
 _PLAN = re.compile(r"([0-9a-f]{32})-[0-9a-f]{16}\.plan")
-_MOST_BYTES = 1 << 33  # of all members: what is larger is no bundle, and is not read
+_MOST_BYTES = 1 << 33  # of all members of a bundle; a larger file is refused unread
 
 
 @dataclass(frozen=True)

@@ -83,10 +83,11 @@ def writes_through(writers: Iterable[fx.Node]) -> bool:
 
 
 def reads_written_by_offset(graph: fx.Graph) -> bool:
-    """Whether `as_strided` of Dynamo's graph sees memory of an input that is written and does not fill its memory.
+    """Whether a call by offsets in Dynamo's graph sees an input that another call writes and that has more memory.
 
-    Its offset counts from the beginning of the memory, and it sees elements between those of the input. AOTAutograd
-    takes the offset in the new content, a tensor of its own, and copies only the input's own elements back.
+    The offset of `as_strided` counts from the beginning of the memory, and it sees elements between those of the
+    input. AOTAutograd takes the offset in the new content, a tensor of its own, and copies only the input's own
+    elements back.
     """
     readers = [n for n in graph.nodes if _is_by_offset(n)]
     if not readers:

@@ -157,6 +157,7 @@ def _runs_along(ctx: LoweringContext, address: Expr, n: Mapping[Sym, int]) -> Sy
 
 
 def split_set(axes: set[Sym], matching: Matching) -> set[Sym]:
+    """The axes that a matching cut these axes into."""
     out: set[Sym] = set()
     for a in axes:
         out.update(matching.axis_digits(expr(a)) or [])

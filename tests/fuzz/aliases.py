@@ -298,7 +298,10 @@ def generate(seed: int, grad: bool) -> Program:
 
 
 def _results(w: Writer) -> tuple[str, ...]:
-    """All values, copied; some names as they are; or next to nothing. What is returned is read, and passes leave it."""
+    """What the program returns: copies of all values, some values as they are, or a single one.
+
+    Passes do not rewrite a value that is returned, so programs that return little are needed, too.
+    """
     names, rng = w.names(), w.rng
     kind = rng.random()
     if kind < 0.2:
